@@ -11,7 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.admin.support import REFERENCE_ADMIN, AdminThread, Cluster
-from tests.support import unique_name, wait_until
+from tests.support import start_broker, unique_name, wait_until
+from tests.support.auth_server import AuthServer
 from tests.tools.processes import WebServer
 
 pytestmark = pytest.mark.skipif(bool(REFERENCE_ADMIN), reason="ours only")
@@ -102,3 +103,38 @@ def test_findings_are_posted_and_history_outlives_a_restart(cluster: Cluster, tm
             assert not admin.daemon.webhooks[0].waiting
         # What was sent before is not sent again.
         assert finding not in sent()[count:]
+
+
+def test_a_topic_stays_visible_when_its_node_is_no_longer_registered() -> None:
+    """nsqlookupd forgets an nsqd as soon as their connection is lost, as on a very busy machine."""
+    topic = unique_name("t")
+    with AuthServer() as lookupd, start_broker() as nsqd:
+        nsqd.publish(topic, b"x", b"y")
+        nsqd.control("create", topic, "c")
+        (host, port), tcp_port = nsqd.http_address, nsqd.address[1]
+        node = {"broadcast_address": host, "tcp_port": tcp_port, "http_port": port, "topics": [topic]}
+        lookupd.answer({"producers": [node]})
+        with AdminThread(lookupd_http_address=(lookupd.address,), poll_interval=0.1) as admin:
+            pages = ["/topics/" + topic, f"/topics/{topic}/c", f"/nodes/{host}:{port}", f"/messages/{topic}"]
+            wait_until(lambda: topic in admin.daemon.watch.channels_of)
+            assert not [page for page in pages if "no nsqlookupd lists" in admin.page(page)]
+
+            for answer, status in (({"producers": []}, 200), ({"message": "TOPIC_NOT_FOUND"}, 404)):
+                lookupd.answer(answer, status)
+                assert "no nsqlookupd lists it" in admin.get(f"/api/topics/{topic}")["message"]
+                assert [page for page in pages[:2] if "no nsqlookupd lists" in admin.page(page)] == pages[:2]
+            lookupd.answer({"producers": []})
+            wait_until(lambda: "node is not registered" in admin.page("/"))
+            assert all(admin.page(page) for page in pages) and topic in admin.page("/topics")
+            assert "not registered" in admin.page("/nodes")
+
+            nsqd.stop()
+            wait_until(lambda: "node has left" in admin.page("/"))
+            (problem,) = admin.get("/api/overview")["problems"]
+            assert (problem["kind"], problem["severity"]) == ("left", "critical")
+            assert "with 2 unfinished messages" in problem["detail"]
+            assert "Connection refused" in admin.page(pages.pop())
+            for page in pages:
+                found = admin.call("GET", page)
+                assert (found.status, b"Unknown: a daemon does not answer" in found.body) == (502, True), page
+            assert admin.call("GET", f"/topics/{unique_name('t')}").status == 404

@@ -118,8 +118,10 @@ class FakeCluster:
 
             def do_GET(self) -> None:
                 path = urlsplit(self.path).path
-                is_there = owner.is_topic_known or path != "/lookup"
-                self._say(owner.tell(path), 200 if is_there else 404)
+                if owner.is_topic_known or path not in ("/lookup", "/stats"):
+                    self._say(owner.tell(path))
+                else:
+                    self._say({}, 404 if path == "/lookup" else 200)
 
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))

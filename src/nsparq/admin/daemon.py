@@ -83,6 +83,7 @@ class Nsqadmin:
             history_bytes=options.history_memory,
             max_clients=options.history_clients,
         )
+        self.cluster.recall = self.watch.recall
         self.pipelines = Pipelines(self.upstream, options.pipeline_http_address, 2 * options.poll_interval)
         self.alerts = Alerts()
         self.webhooks = [

@@ -64,6 +64,35 @@ def test_a_topic_that_no_nsqlookupd_knows_is_not_found() -> None:
             asking(lambda cluster: cluster.producers("t"), server.address, "127.0.0.1:1")
 
 
+def test_nothing_is_called_missing_while_a_node_that_may_have_it_does_not_answer() -> None:
+    with AuthServer() as server:
+        host, port = server.address.split(":")
+        nodes = [
+            {"broadcast_address": host, "tcp_port": 1, "http_port": int(port)},
+            {"broadcast_address": host, "tcp_port": 2, "http_port": 1},
+        ]
+        # The answer to /lookup and /nodes, and to the /stats of the node that does answer.
+        server.answer({"producers": nodes, "topics": []})
+        for work in (
+            lambda cluster: cluster.topic("t"),
+            lambda cluster: cluster.channel("t", "c"),
+        ):
+            with pytest.raises(Unreachable, match=f"{host}:1"):
+                asking(work, server.address)
+        server.answer({"producers": nodes[:1], "topics": []})
+        with pytest.raises(NotFound, match="CHANNEL_NOT_FOUND"):
+            asking(lambda cluster: cluster.channel("t", "c"), server.address)
+        with pytest.raises(NotFound, match="NODE_NOT_FOUND"):
+            asking(lambda cluster: cluster.node("other:1"), server.address)
+        with pytest.raises(Unreachable):
+            asking(lambda cluster: cluster.node("other:1"), server.address, "127.0.0.1:1")
+        server.answer({"producers": []})
+        with pytest.raises(NotFound, match="NO_PRODUCERS"):
+            asking(lambda cluster: cluster.topic("t"), server.address)
+        with pytest.raises(Unreachable):
+            asking(lambda cluster: cluster.topic("t"), server.address, "127.0.0.1:1")
+
+
 def test_errors_show_no_password() -> None:
     async def main() -> None:
         upstream = Upstream(connect_timeout=1.0, request_timeout=1.0)

@@ -147,9 +147,7 @@ class Actions:
         kind, names = _kind(topic, channel)
 
         async def work() -> list[str]:
-            producers = await self._cluster.producers(topic)
-            if not producers.value:
-                raise NotFound("NO_PRODUCERS")
+            producers = await self._cluster.having(topic)
             done = await self._cluster.post_to_nodes(producers.value, f"/{kind}/{action}", **names)
             if not done.done:
                 if done.missing and len(done.missing) == len(done.errors):

@@ -40,7 +40,7 @@ from nsparq.admin.collect.upstream import (
 from nsparq.http.api import ApiError
 from nsparq.secret_scope import SecretScope
 
-__all__ = ["Cluster", "Found", "NotFound", "Unreachable"]
+__all__ = ["Cluster", "Found", "NotFound", "Recalled", "Unreachable"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -66,6 +66,14 @@ class NotFound(ApiError):
 
     def __init__(self, code: str) -> None:
         super().__init__(404, code)
+
+
+class Recalled(NamedTuple):
+    """An nsqd, as the last poll left it."""
+
+    node: Node
+    error: str
+    """Why it did not answer the poll; empty if it did."""
 
 
 class Found(NamedTuple, Generic[T]):
@@ -98,6 +106,10 @@ class Cluster:
         self._secret = secret
         """For nsqds that may have it: see _secret_for()."""
         self._scope = SecretScope(secret_for)
+        self.recall: Callable[[str], Iterable[Recalled]] = lambda topic: ()
+        """The nsqds that had the topic at the last poll; every nsqd if it is empty. nsqlookupd no
+        longer lists an nsqd that has lost the connection to it, and that nsqd still has its
+        topics."""
 
     # Topics and nodes
 
@@ -168,12 +180,37 @@ class Cluster:
             return Found(having, stats.errors)
         found = await self._each(self.lookupds, lambda lookupd: self._lookup(lookupd, topic), LOOKUPD)
         known = [nodes for nodes in found.value if nodes is not None]
-        if not known:
-            if found.errors:
-                raise Unreachable(LOOKUPD, found.errors)
-            raise NotFound("TOPIC_NOT_FOUND")
         merged = {node.tcp_address: node for nodes in known for node in nodes}
-        return Found([*merged.values()], found.errors)
+        unlisted = await self._unlisted(topic, merged)
+        errors = found.errors + unlisted.errors
+        if not known and not unlisted.value:
+            raise Unreachable(LOOKUPD, errors) if errors else NotFound("TOPIC_NOT_FOUND")
+        return Found([*merged.values(), *unlisted.value], errors)
+
+    async def _unlisted(self, topic: str, listed: Collection[str]) -> Found[list[Node]]:
+        """The nsqds that have the topic although no nsqlookupd lists them. The errors name them,
+        too."""
+
+        async def ask(one: Recalled) -> Node | None:
+            if one.error:
+                raise RequestFailed(f"{one.node.address}: {one.error}")
+            answer = await self.get(one.node, "/stats", format="json", topic=topic, include_clients="false")
+            return (
+                one.node if any(_is_named(its, topic) for its in objects(_object(answer), "topics")) else None
+            )
+
+        recalled = [one for one in self.recall(topic) if one.node.tcp_address not in listed]
+        found = await self._each(recalled, ask, "")
+        having = [node for node in found.value if node is not None]
+        unlisted = [f"{node.address} has the topic, but no nsqlookupd lists it" for node in having]
+        return Found(having, unlisted + found.errors)
+
+    async def having(self, topic: str) -> Found[list[Node]]:
+        """The nsqds that have the topic, at least one. Raises NotFound, Unreachable."""
+        found = await self.producers(topic)
+        if not found.value:
+            raise Unreachable(NSQD, found.errors) if found.errors else NotFound("NO_PRODUCERS")
+        return found
 
     async def _lookup(self, lookupd: str, topic: str) -> list[Node] | None:
         """None if this nsqlookupd does not know the topic."""
@@ -191,7 +228,10 @@ class Cluster:
         for node in found.value:
             if node.address == address:
                 return node, found.errors
-        raise NotFound("NODE_NOT_FOUND")
+        for one in self.recall(""):
+            if one.node.address == address:
+                return one.node, [*found.errors, f"no nsqlookupd lists {address}"]
+        raise Unreachable(LOOKUPD, found.errors) if found.errors else NotFound("NODE_NOT_FOUND")
 
     # Statistics
 
@@ -205,6 +245,8 @@ class Cluster:
             for topic in one.topics
             if _is_named(topic, name)
         ]
+        if not parts and stats.errors:
+            raise Unreachable(NSQD, stats.errors)
         return Found(topic_total(name, parts), stats.errors)
 
     async def channel(self, topic: str, name: str) -> Found[dict[str, Any]]:
@@ -220,7 +262,8 @@ class Cluster:
             if text(channel, "channel_name") == name
         ]
         if not parts:
-            raise NotFound("CHANNEL_NOT_FOUND")
+            # A node that did not answer may have it.
+            raise Unreachable(NSQD, stats.errors) if stats.errors else NotFound("CHANNEL_NOT_FOUND")
         return Found(channel_total(topic, name, parts), stats.errors)
 
     async def node_stats(self, address: str) -> Found[NodeStats]:
@@ -232,9 +275,7 @@ class Cluster:
     async def _stats_of_producers(
         self, topic: str, channel: str = "", *, clients: bool = False
     ) -> Found[list[NodeStats]]:
-        producers = await self.producers(topic)
-        if not producers.value:
-            raise NotFound("NO_PRODUCERS")
+        producers = await self.having(topic)
         stats = await self.stats(producers.value, topic=topic, channel=channel, clients=clients)
         return Found(stats.value, producers.errors + stats.errors)
 

@@ -93,6 +93,8 @@ class Parts:
     client_names: dict[Key, tuple[str, ...]] = field(default_factory=dict)
     """The CLIENT_NAMES of each client, for the search."""
     client_count: int = 0
+    held: float = 0.0
+    """Unfinished messages: those of the topics and of all channels."""
 
 
 class Gatherer:
@@ -136,6 +138,7 @@ class Gatherer:
         held = values.sum(axis=0) if len(values) else np.zeros(8)
         parts.client_count = int(held[3])
         own_depth = float(arrived[:, 0].sum()) if len(arrived) else 0.0
+        parts.held = own_depth + float(held[:3].sum())
         in_rate = float(arrived[:, 1].sum()) if len(arrived) else 0.0
         return parts, np.array([own_depth + held[0], held[1], held[3], in_rate, *held[5:8], held[2], 0.0])
 

@@ -13,13 +13,13 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nsparq.admin.collect.cluster import Cluster, Unreachable
+from nsparq.admin.collect.cluster import Cluster, Recalled, Unreachable
 from nsparq.admin.collect.gather import CHANNEL, CLIENT, NODE, TOPIC, TOTAL, Gatherer, Parts
 from nsparq.admin.collect.history import Table, Trend, steady_clock
 from nsparq.admin.collect.merge import Node, NodeStats
@@ -34,6 +34,8 @@ MOST_BUSY: Final = 20
 DETAILS_S: Final = 60.0
 """How often an nsqd is asked for its features and its disk."""
 PEAKS: Final = ("depth", "backlog", "in_flight", "deferred", "latency", "median", "age")
+FORGET_S: Final = 3600.0
+"""How long a node is remembered and asked after it has left nsqlookupd."""
 TREND_S: Final = 300.0
 LEAST_TREND_S: Final = 60.0
 """Growth and drain time of a channel are measured over TREND_S; soon after the start over less, but
@@ -51,6 +53,8 @@ class NodeState:
     """Why the last poll failed; empty if it worked."""
     since_s: float = 0.0
     """Unix time since when it fails, or works."""
+    left_s: float | None = None
+    """Unix time since when no nsqlookupd lists it; None while one does."""
     health: str = "OK"
     start_time: int = 0
     features: frozenset[str] = frozenset()
@@ -66,6 +70,11 @@ class NodeState:
 
     def has(self, path: str) -> bool:
         return path in self.features
+
+    @property
+    def is_gone(self) -> bool:
+        """It has left nsqlookupd, and does not answer."""
+        return self.left_s is not None and bool(self.error)
 
 
 class Watch:
@@ -174,17 +183,12 @@ class Watch:
         """Ask every node, and record the answers."""
         try:
             found = await self._cluster.nodes()
-            nodes, errors = found.value, list(found.errors)
+            errors = list(found.errors)
+            self._list_nodes(found.value)
         except Unreachable as error:
             # Ask the nodes of the last poll.
-            nodes, errors = [state.node for state in self.nodes.values()], [str(error)]
-        now_s = self._clock()
-        known = {node.address: node for node in nodes}
-        for address in self.nodes.keys() - known.keys():
-            del self.nodes[address]
-        for address, node in known.items():
-            self.nodes.setdefault(address, NodeState(node, since_s=now_s)).node = node
-        states = [self.nodes[address] for address in known]
+            errors = [str(error)]
+        states = [*self.nodes.values()]
         begun = time.process_time()
         answers = await asyncio.gather(*(self._ask(state) for state in states))
         self._record(states, answers)
@@ -194,6 +198,31 @@ class Watch:
         async with self._polled:
             self._polled.notify_all()
         self.on_poll()
+
+    def _list_nodes(self, nodes: list[Node]) -> None:
+        """nsqlookupd no longer lists a node that has crashed, or that has lost the connection to
+        it. The node still has its messages, so it is asked for FORGET_S more."""
+        now_s = self._clock()
+        listed = {node.address: node for node in nodes}
+        for address, state in [*self.nodes.items()]:
+            if address in listed:
+                continue
+            if state.left_s is None:
+                state.left_s, state.node = now_s, replace(state.node, remote_addresses=())
+            # A node of --nsqd-http-address that does not answer is in the errors.
+            if state.node.configured or now_s - state.left_s >= FORGET_S:
+                del self.nodes[address]
+        for address, node in listed.items():
+            state = self.nodes.setdefault(address, NodeState(node, since_s=now_s))
+            state.node, state.left_s = node, None
+
+    def recall(self, topic: str) -> list[Recalled]:
+        """The nodes that had the topic at the last poll; every node if it is empty."""
+        return [
+            Recalled(state.node, state.error)
+            for state in self.nodes.values()
+            if not topic or ((topic,) in state.parts.topics and (topic, True) not in state.node.topics)
+        ]
 
     async def wait_for_first(self) -> None:
         """Returns after the first poll, or after one interval."""
@@ -273,8 +302,9 @@ class Watch:
         is_whole = True
         for state, stats in zip(states, answers, strict=True):
             if stats is None:
-                is_whole = False
-                gathered.mark_unknown(state.parts)
+                if not state.is_gone:
+                    is_whole = False
+                    gathered.mark_unknown(state.parts)
                 figures = np.full(len(NODE), math.nan)
             else:
                 state.health, state.start_time = stats.health, stats.start_time

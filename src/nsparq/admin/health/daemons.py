@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from nsparq.admin.collect.history import fit
-from nsparq.admin.collect.watch import NodeState, Watch
+from nsparq.admin.collect.watch import FORGET_S, NodeState, Watch
 from nsparq.admin.health.problem import Problem, Severity, duration
 from nsparq.admin.show.templating import size
 
@@ -48,7 +48,9 @@ def _lookups(watch: Watch) -> Iterator[Problem]:
 
 def _nodes(watch: Watch) -> Iterator[Problem]:
     for address, state in watch.nodes.items():
-        if state.error:
+        if state.left_s is not None:
+            yield _left(address, state, watch.polled_s - state.left_s)
+        elif state.error:
             yield Problem(
                 "unreachable",
                 Severity.CRITICAL,
@@ -57,6 +59,7 @@ def _nodes(watch: Watch) -> Iterator[Problem]:
                 "It is registered, so it ran a short time ago. It may be down, or nsqadmin cannot reach it.",
                 node=address,
             )
+        if state.error:
             continue
         if state.health != "OK":
             yield Problem(
@@ -76,6 +79,31 @@ def _nodes(watch: Watch) -> Iterator[Problem]:
                 "Normal during an upgrade.",
                 node=address,
             )
+
+
+def _left(address: str, state: NodeState, ago_s: float) -> Problem:
+    """A node that no nsqlookupd lists any more."""
+    held = int(state.parts.held)
+    if not state.error:
+        return Problem(
+            "not registered",
+            Severity.WARNING,
+            "node is not registered",
+            f"for {duration(ago_s)}; {held:,} messages wait there",
+            "It answers, but new consumers do not find it. Check its connection to nsqlookupd.",
+            node=address,
+            weight=held,
+        )
+    return Problem(
+        "left",
+        Severity.CRITICAL if held else Severity.NOTICE,
+        "node has left",
+        f"{duration(ago_s)} ago, with {held:,} unfinished messages: {state.error}",
+        "Nobody gets its messages until it is back. If it was removed on purpose, ignore this: it disappears "
+        f"from here after {duration(FORGET_S)}.",
+        node=address,
+        weight=held,
+    )
 
 
 # Disks

@@ -220,7 +220,7 @@ class Pages:
             title, reason = words[0].upper() + words[1:], str(error.more.get("reason", ""))
         else:
             is_upstream = error.code.startswith("UPSTREAM_ERROR")
-            title = "No daemon answers" if is_upstream else "Request failed"
+            title = "Unknown: a daemon does not answer" if is_upstream else "Request failed"
             reason = error_text(error)
         is_inactive = error.code == "NO_PRODUCERS" and "/topics/" in request.path
         topic = topic_and_channel(request)[0] if is_inactive else ""
