@@ -13,12 +13,13 @@ from threading import Event
 from typing import Any
 
 import pytest
+import uvloop
 
 from nsparq.broker.broker import Broker
 from nsparq.options import NsqdOptions
 from nsparq.replication.acknowledging import Fenced
 from nsparq.replication.follower import Follower, Refused
-from nsparq.replication.frames import BadFrame, Frame, FrameKind, FrameReader
+from nsparq.replication.frames import BadFrame, Frame, FrameKind, FrameReader, send_frame
 from nsparq.replication.membership import Membership
 from nsparq.replication.primary import Primary
 from nsparq.storage.files import Work
@@ -40,10 +41,12 @@ def directory() -> Iterator[Path]:
 class Cluster:
     """A primary with a broker. The coordinator grants every change of the set, when it is told to."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **more: Any) -> None:
         self.path = directory / "a"
         self.asked: list[Membership] = []
-        self.primary = Primary(self.path, Membership(1, "a", frozenset("a")), SECRET, self.asked.append)
+        self.primary = Primary(
+            self.path, Membership(1, "a", frozenset("a")), SECRET, self.asked.append, **more
+        )
         self.port = 0
         primary = self.primary
 
@@ -76,8 +79,8 @@ async def is_safe(primary: Primary) -> None:
 
 
 @asynccontextmanager
-async def cluster(directory: Path) -> AsyncIterator[Cluster]:
-    made = Cluster(directory)
+async def cluster(directory: Path, **more: Any) -> AsyncIterator[Cluster]:
+    made = Cluster(directory, **more)
     made.port = await made.primary.listen("127.0.0.1", 0)
     try:
         yield made
@@ -280,6 +283,46 @@ def test_a_follower_whose_sync_fails_joins_anew(directory: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("call", ["write", "sync"])
+def test_a_follower_whose_disk_stands_still_leaves_the_set_although_it_is_alive(
+    directory: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsparq.replication.follower.PING_S", 0.01)
+    stalled, may_end = Event(), Event()
+
+    def stall(self: QuickFiles, *arguments: Any) -> None:
+        if stalled.is_set():
+            assert may_end.wait(60)
+        getattr(QuickFiles, call)(self, *arguments)
+
+    async def scenario() -> None:
+        async with cluster(directory, silence=0.5) as made:
+            follower = new_follower(directory)
+            follower._files = type("StalledFiles", (QuickFiles,), {call: stall})()
+            async with following(follower, made.port):
+                await until(lambda: made.asked)
+                made.grant()
+                assert made.in_sync == "ab"
+                # Nothing is outstanding: it stays, however long that lasts.
+                made.life.step(10)
+                await made.is_safe()
+                await asyncio.sleep(1)
+                assert not made.asked
+                stalled.set()
+                files = made.primary.files
+                with files.opened(made.path / "another") as fd:
+                    files.write(fd, [b"content"], 0)
+                    files.sync(fd)
+                await until(lambda: made.asked)
+                made.grant()
+                assert made.in_sync == "a"
+                await made.is_safe()
+                may_end.set()
+            await follower.close()
+
+    run(scenario())
+
+
 def test_nobody_joins_without_the_secret(directory: Path) -> None:
     async def scenario() -> None:
         async with cluster(directory) as made:
@@ -305,6 +348,24 @@ def test_a_follower_refuses_a_primary_of_an_earlier_epoch(directory: Path) -> No
                 await follower.follow("127.0.0.1", made.port)
 
     run(scenario())
+
+
+def test_a_frame_for_a_connection_that_has_ended_is_dropped() -> None:
+    """Not so by uvloop, which nsqd uses: there a write raises RuntimeError."""
+
+    async def scenario() -> None:
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+            send_frame(writer, Frame(FrameKind.PING))
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())
 
 
 def test_frames_are_checked() -> None:

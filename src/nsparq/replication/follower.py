@@ -13,7 +13,16 @@ from typing import Final
 from nsparq.errors import NsparqError
 from nsparq.replication.applying import Applier
 from nsparq.replication.changes import decode_changes
-from nsparq.replication.frames import MAX_FRAME, VERSION, BadFrame, Frame, FrameKind, FrameStream, proof
+from nsparq.replication.frames import (
+    MAX_FRAME,
+    VERSION,
+    BadFrame,
+    Frame,
+    FrameKind,
+    FrameStream,
+    proof,
+    send_frame,
+)
 from nsparq.replication.mark import MARK, Mark, read_mark, write_mark
 from nsparq.replication.syncing import Syncing
 from nsparq.storage.files import Files
@@ -107,7 +116,7 @@ class Follower:
             "epoch": self.epoch,
             "number": self.number if self._can_resume else -1,
         }
-        writer.write(Frame.of_fields(FrameKind.HELLO, hello).encode())
+        send_frame(writer, Frame.of_fields(FrameKind.HELLO, hello))
         answer = await frames.take(FrameKind.WELCOME, FrameKind.REFUSED)
         if answer.kind is FrameKind.REFUSED:
             raise Refused(answer.data.decode(errors="replace"))
@@ -173,7 +182,7 @@ class Follower:
             self._syncing.add(self._applier.take_syncs())
         if self._writer is not None and self.is_complete and self._sync_error is None:
             synced = min(made, self._syncing.before)
-            self._writer.write(Frame.of_numbers(FrameKind.CONFIRM, made, synced).encode())
+            send_frame(self._writer, Frame.of_numbers(FrameKind.CONFIRM, made, synced))
 
     def _apply(self, data: bytes) -> None:
         """Make changes. Their syncs are left in the applier."""
@@ -204,4 +213,4 @@ class Follower:
 async def _send_pings(writer: asyncio.StreamWriter) -> None:
     while True:
         await asyncio.sleep(PING_S)
-        writer.write(Frame(FrameKind.PING).encode())
+        send_frame(writer, Frame(FrameKind.PING))

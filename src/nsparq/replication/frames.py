@@ -146,6 +146,13 @@ class FrameStream:
         return frame
 
 
+def send_frame(writer: asyncio.StreamWriter, frame: Frame) -> None:
+    """Does nothing if the connection has ended: whoever reads from it notices. uvloop would raise
+    RuntimeError."""
+    if not writer.is_closing():
+        writer.write(frame.encode())
+
+
 def proof(secret: bytes, side: str, challenge: bytes, name: str) -> str:
     """What only a node with the secret can answer to a challenge. `side` keeps one side's answer
     from being used by the other."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Final
 
-from nsparq.replication.acknowledging import Acknowledging, ChangeSet, Done, Progress
+from nsparq.replication.acknowledging import NOTHING, Acknowledging, ChangeSet, Done, Progress
 from nsparq.replication.changes import Change
 from nsparq.replication.feed import Feed
 from nsparq.replication.frames import (
@@ -23,6 +23,7 @@ from nsparq.replication.frames import (
     FrameKind,
     FrameStream,
     proof,
+    send_frame,
 )
 from nsparq.replication.membership import Membership
 from nsparq.replication.recording import PrimaryFiles
@@ -34,7 +35,7 @@ SNAPSHOT_BYTES: Final = 1 << 20
 """Changes of a snapshot in one frame, about."""
 GREETING_S: Final = 10.0
 SILENCE_S: Final = 5.0
-"""A follower that says nothing for so long counts as lost."""
+"""A follower that says nothing for so long counts as lost, and one that makes no progress."""
 
 
 class Primary:
@@ -138,7 +139,7 @@ class Primary:
         """The follower's name, and how many changes of this epoch it has; None if it must join
         anew."""
         challenge = secrets.token_bytes(16)
-        writer.write(Frame(FrameKind.CHALLENGE, challenge).encode())
+        send_frame(writer, Frame(FrameKind.CHALLENGE, challenge))
         hello = await frames.take(FrameKind.HELLO)
         version, name, given, nonce, epoch, number = hello.fields(
             "version", "name", "proof", "nonce", "epoch", "number"
@@ -159,7 +160,7 @@ class Primary:
             # It would empty its data path, which may be the last copy of what was acknowledged.
             reason = "it is still in the in-sync set, and must leave that first; try again"
         if reason:
-            writer.write(Frame(FrameKind.REFUSED, reason.encode()).encode())
+            send_frame(writer, Frame(FrameKind.REFUSED, reason.encode()))
             raise BadFrame(f"{name} was refused: {reason}")
         frames.reader.limit = MAX_FRAME
         welcome = {
@@ -168,7 +169,7 @@ class Primary:
             "proof": proof(self._secret, "primary", bytes.fromhex(nonce), membership.primary),
             "name": membership.primary,
         }
-        writer.write(Frame.of_fields(FrameKind.WELCOME, welcome).encode())
+        send_frame(writer, Frame.of_fields(FrameKind.WELCOME, welcome))
         return str(name), int(number) if resumes else None
 
     async def _follow(self, follower: _Follower, frames: FrameStream, position: int | None) -> None:
@@ -178,17 +179,22 @@ class Primary:
         follower.position = position
         follower.send_changes()
         is_caught_up = False
+        progress, latest_progress = NOTHING, self._loop.time()
         while True:
             async with asyncio.timeout(self._silence):
                 frame = await frames.take(FrameKind.CONFIRM, FrameKind.PING)
-            if frame.kind is FrameKind.PING:
-                continue
-            progress = Progress(*frame.numbers)
-            if not is_caught_up and progress.made >= position:
-                is_caught_up = True
-                self.acknowledging.caught_up(follower.name, progress)
-            elif is_caught_up:
-                self.acknowledging.confirmed(follower.name, progress)
+            if frame.kind is FrameKind.CONFIRM:
+                progress, latest_progress = Progress(*frame.numbers), self._loop.time()
+                if not is_caught_up and progress.made >= position:
+                    is_caught_up = True
+                    self.acknowledging.caught_up(follower.name, progress)
+                elif is_caught_up:
+                    self.acknowledging.confirmed(follower.name, progress)
+            elif min(progress) >= follower.position:
+                latest_progress = self._loop.time()
+            elif is_caught_up and self._loop.time() - latest_progress > self._silence:
+                # It is alive, but its disk stands still.
+                raise TimeoutError
 
     async def _send_snapshot(self, follower: _Follower) -> int:
         """Gives the number of changes that it includes."""
@@ -200,11 +206,11 @@ class Primary:
         try:
             changes = snapshot.changes()
             while data := await asyncio.to_thread(_next_piece, changes):
-                follower.writer.write(Frame(FrameKind.SNAPSHOT, data).encode())
+                send_frame(follower.writer, Frame(FrameKind.SNAPSHOT, data))
                 await follower.writer.drain()
         finally:
             await asyncio.to_thread(snapshot.close)
-        follower.writer.write(Frame.of_number(FrameKind.JOINED, number).encode())
+        send_frame(follower.writer, Frame.of_number(FrameKind.JOINED, number))
         return number
 
 
@@ -230,7 +236,7 @@ class _Follower:
             self.end("it is too far behind")
             return
         for block in blocks:
-            self.writer.write(Frame.of_number(FrameKind.CHANGES, block.first, block.data).encode())
+            send_frame(self.writer, Frame.of_number(FrameKind.CHANGES, block.first, block.data))
             self.position = block.end
 
     def end(self, reason: str) -> None:
