@@ -14,7 +14,7 @@ from nsparq.option_table import BOOL, DURATION, FLOAT, INT, STRING, OptionError,
 from nsparq.tools.cluster import AskFailed
 from nsparq.tools.command_table import CommandTable, run_command
 from nsparq.tools.output import Column, age, print_json, print_rows
-from nsparq.tools.settings import parse_age
+from nsparq.tools.settings import change_all, parse_age
 from nsparq.tools.source import Answers, Source, SourceFlags
 
 __all__ = ["POLICY", "policy"]
@@ -154,7 +154,7 @@ def _policy(options: PolicyFlags) -> int:
     before = found.done
     if options.action != "show":
         wanted = {"policy": asdict(options.policy()) if options.action == "set" else None}
-        found = _change(source, found, path, wanted, names, is_dry_run=options.dry_run)
+        found = change_all(source, found, path, wanted, names, is_dry_run=options.dry_run)
     if options.json:
         nodes = [{"node": node, **_shown(answer)} for node, answer in found.done.items()]
         change = {} if options.action == "show" else {"dry_run": options.dry_run}
@@ -164,29 +164,6 @@ def _policy(options: PolicyFlags) -> int:
     else:
         _print(options, before, found)
     return found.report(PROGRAM)
-
-
-def _change(
-    source: Source,
-    present: Answers[Values],
-    path: str,
-    wanted: Values,
-    names: Mapping[str, str],
-    *,
-    is_dry_run: bool,
-) -> Answers[Values]:
-    """Rehearse the change everywhere, then make it. Raises AskFailed if an nsqd refuses it."""
-
-    def put(address: str, **more: str) -> Values:
-        return source.ask("PUT", address, path, wanted, **names, **more)
-
-    rehearsed = source.each(present.done, partial(put, dry_run="true"))
-    for error in rehearsed.failed.values():
-        if error.status:
-            raise AskFailed(f"nothing has changed: {error}", error.status, error.code)
-    done = rehearsed if is_dry_run else source.each(rehearsed.done, put)
-    done.failed = present.failed | rehearsed.failed | done.failed
-    return done
 
 
 def _shown(answer: Values) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""`nsparq settings`: show and change a topic's retention and durability."""
+"""`nsparq settings`: show and change a topic's retention and durability, and a channel's order."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,33 +11,51 @@ from typing import Any, Final
 
 from nsparq.flags import parse_duration
 from nsparq.option_table import STRING, OptionError, choice, opt
+from nsparq.tools.cluster import AskFailed
 from nsparq.tools.command_table import CommandTable, run_command
 from nsparq.tools.output import Column, age, moment, print_json, print_rows, size
-from nsparq.tools.source import Source, SourceFlags
+from nsparq.tools.source import Answers, Source, SourceFlags
 
-__all__ = ["SETTINGS", "parse_age", "settings"]
+__all__ = ["SETTINGS", "change_all", "parse_age", "settings"]
 
 DEFAULT: Final = "default"
+NO_ORDER: Final = "none"
+PROGRAM: Final = "nsparq settings"
 UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsFlags(SourceFlags):
     topic: str = opt("", "the topic", STRING)
+    channel: str = opt("", "a channel of the topic; without it, the topic itself", STRING)
     retention_age: str = opt(
-        "", "how long to keep messages that all channels have finished, such as `24h` or `7d`", STRING
+        "",
+        "how long to keep messages that all channels have finished, such as `24h` or `7d`",
+        STRING,
+        heading="Settings of a topic",
     )
     retention_bytes: str = opt("", "how many bytes of such messages to keep at most, such as `10g`", STRING)
     durability: str = opt(
         "", "what nsqd waits for before it answers OK", choice("memory", "os", "fsync", DEFAULT, empty="")
     )
+    ordered_by: str = opt(
+        "",
+        "where the key of a message is: a JSON pointer such as `/customer/id`, or `header:` and a name; "
+        f"`{NO_ORDER}` ends the order",
+        STRING,
+        heading="Settings of a channel",
+    )
 
     def validate(self) -> None:
         SourceFlags.validate(self)
-        self.changes()
+        changes = self.changes()
+        if self.ordered_by and not self.channel:
+            raise OptionError("--ordered-by is for a channel: give its name after the topic")
+        if self.channel and (of_topic := changes.keys() - {"ordered_by"}):
+            raise OptionError(f"{_flag(min(of_topic))} is for a topic: leave the channel out")
 
     def changes(self) -> dict[str, Any]:
-        """What to change; None goes back to the flag of nsqd. Raises OptionError."""
+        """What to change; None goes back to the flag of nsqd, or to no order. Raises OptionError."""
         parsers: dict[str, Callable[[str], Any]] = {
             "retention_age": parse_age,
             "retention_bytes": _bytes,
@@ -48,8 +67,14 @@ class SettingsFlags(SourceFlags):
                 try:
                     found[name] = None if text == DEFAULT else parse(text)
                 except ValueError as error:
-                    raise OptionError(f"--{name.replace('_', '-')}: {error}") from None
+                    raise OptionError(f"{_flag(name)}: {error}") from None
+        if self.ordered_by:
+            found["ordered_by"] = None if self.ordered_by == NO_ORDER else self.ordered_by
         return found
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def parse_age(text: str) -> float:
@@ -74,19 +99,24 @@ def _bytes(text: str) -> int:
 SETTINGS: Final = CommandTable(
     "settings",
     SettingsFlags,
-    words=("topic",),
+    words=("topic", "channel"),
     required=1,
     about="""
-Shows a topic's settings, or changes those that are given, on every nsqd that has the topic. Nothing
-needs a restart. The value `default` goes back to the flag of nsqd.
+Shows the settings of a topic or a channel, or changes those that are given, on every nsqd that has
+it. Nothing needs a restart. For a topic, the value `default` goes back to the flag of nsqd.
 
 Retention decides how far back `nsparq replay` and `nsparq tail --since` reach: it keeps messages
 after all channels have finished them.
+
+A channel with --ordered-by delivers messages with the same key one after the other. If one nsqd
+refuses it, none changes. `nsparq policy` sets the delivery policy of a topic or a channel.
 """,
     examples=(
         "nsparq settings orders",
         "nsparq settings orders --retention-age=7d --retention-bytes=10g",
         "nsparq settings orders --durability=default",
+        "nsparq settings orders billing --ordered-by=/customer/id",
+        "nsparq settings orders billing --ordered-by=none",
     ),
 )
 
@@ -111,8 +141,21 @@ COLUMNS: Final = (
 )
 
 
+CHANNEL_COLUMNS: Final = (
+    Column("node", "NODE", left=True),
+    # A JSON pointer may contain anything, also what a terminal would take for a command.
+    Column("ordered_by", "ORDERED BY", lambda key: key if key.isprintable() else ascii(key), left=True),
+    Column("origin", "POLICY", left=True),
+)
+
+
 def _settings(options: SettingsFlags) -> int:
-    source, changes = Source(options), options.changes()
+    source = Source(options)
+    return _settings_of_channel(source, options) if options.channel else _settings_of_topic(source, options)
+
+
+def _settings_of_topic(source: Source, options: SettingsFlags) -> int:
+    changes = options.changes()
 
     def ask(address: str) -> Mapping[str, Any]:
         if changes:
@@ -136,7 +179,60 @@ def _settings(options: SettingsFlags) -> int:
             for row in rows
         ]
         print_rows(shown, COLUMNS)
-    return answers.report("nsparq settings")
+    return answers.report(PROGRAM)
+
+
+def _settings_of_channel(source: Source, options: SettingsFlags) -> int:
+    path, names = "/channel/settings", {"topic": options.topic, "channel": options.channel}
+
+    def get(address: str) -> Mapping[str, Any]:
+        answer = source.ask("GET", address, path, **names)
+        if "ordered_by" not in answer:
+            raise AskFailed(f"{address} runs an older nsqd, which has no ordered channels", 501)
+        return answer
+
+    answers = source.each_of(options.topic, get, options.channel)
+    if changes := options.changes():
+        answers = change_all(source, answers, path, changes, names)
+    rows = [{"node": node, **found} for node, found in answers.done.items()]
+    if options.json:
+        print_json({**names, "nodes": rows, "unreachable": answers.unreachable()})
+    else:
+        print_rows([{**row, "origin": _origin(row)} for row in rows], CHANNEL_COLUMNS)
+        if len({row["ordered_by"] for row in rows}) > 1:
+            sys.stderr.write(f"{PROGRAM}: the nodes disagree; --ordered-by makes them equal\n")
+    return answers.report(PROGRAM)
+
+
+def _origin(row: Mapping[str, Any]) -> str | None:
+    """Where the delivery policy of a channel comes from."""
+    if row["policy"] is not None:
+        return "own"
+    return "of the topic" if row["effective"]["policy"] is not None else None
+
+
+def change_all(
+    source: Source,
+    present: Answers[Mapping[str, Any]],
+    path: str,
+    wanted: Mapping[str, Any],
+    names: Mapping[str, str],
+    *,
+    is_dry_run: bool = False,
+) -> Answers[Mapping[str, Any]]:
+    """Rehearse a change of settings everywhere, then make it. Raises AskFailed if an nsqd refuses
+    it."""
+
+    def put(address: str, **more: str) -> Mapping[str, Any]:
+        return source.ask("PUT", address, path, wanted, **names, **more)
+
+    rehearsed = source.each(present.done, partial(put, dry_run="true"))
+    for error in rehearsed.failed.values():
+        if error.status:
+            raise AskFailed(f"nothing has changed: {error}", error.status, error.code)
+    done = rehearsed if is_dry_run else source.each(rehearsed.done, put)
+    done.failed = present.failed | rehearsed.failed | done.failed
+    return done
 
 
 settings = partial(run_command, SETTINGS, _settings)
