@@ -50,6 +50,7 @@ def request_for(cluster: Cluster, admin: AdminThread, method: str, path: str) ->
         "/api/settings/{topic}": {"durability": "os"},
         "/api/policy/{topic}": {"policy": {}},
         "/api/policy/{topic}/{channel}": {"policy": None},
+        "/api/order/{topic}/{channel}": {"ordered_by": "/k"},
         "/download/{topic}": urlencode({"message": f"{message['sequence']}@{node}"}).encode(),
         "/config/{key}": b"info",
         "/act": urlencode({"action": "pause", "topic": topic}).encode(),

@@ -80,6 +80,7 @@ API: dict[str, tuple[list[Need], Any]] = {
     "PUT /api/settings/{topic}": ([TOPIC], {"durability": "os"}),
     "PUT /api/policy/{topic}": ([TOPIC, LETTERS], {"policy": {}}),
     "PUT /api/policy/{topic}/{channel}": ([CHANNEL, LETTERS], {"policy": {}}),
+    "PUT /api/order/{topic}/{channel}": ([CHANNEL], {"ordered_by": "/k"}),
     "POST /download/{topic}": ([("subscribe", "t", "")], {}),
     "PUT /config/{key}": ([("admin", "", "")], ["127.0.0.1:1"]),
 }
@@ -99,6 +100,8 @@ FORMS: dict[str, list[Need]] = {
     "settings": [TOPIC],
     "policy": [CHANNEL, LETTERS],
     "remove_policy": [CHANNEL],
+    "order": [CHANNEL],
+    "remove_order": [CHANNEL],
     "seek": [CHANNEL],
     "redrive": [TOPIC],
     "cancel_redrive": [TOPIC],

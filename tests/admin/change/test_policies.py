@@ -1,4 +1,5 @@
-"""Delivery policies through nsqadmin: on all nodes or on none, and shown with where they come from."""
+"""Delivery policies and the order of channels through nsqadmin: on all nodes or on none, and shown
+with where they come from."""
 
 from __future__ import annotations
 
@@ -94,6 +95,66 @@ def test_a_wrong_policy_is_refused(admin: AdminThread, topic: str, body: Any, re
 def test_a_channel_that_no_node_has_is_not_found(admin: AdminThread, topic: str) -> None:
     answer = admin.call("PUT", f"/api/policy/{topic}/other", {"policy": {}})
     assert (answer.status, answer.json()["message"]) == (404, "CHANNEL_NOT_FOUND")
+
+
+def ordered_by(nsqd: TestBroker, topic: str) -> Any:
+    return json.loads(nsqd.http("GET", "/channel/settings", topic=topic, channel="c"))["ordered_by"]
+
+
+def test_an_order_is_set_and_removed_on_all_nodes(cluster: Cluster, admin: AdminThread, topic: str) -> None:
+    assert "No fixed order, as in NSQ." in admin.page(f"/topics/{topic}/c")
+    answer = admin.call("PUT", f"/api/order/{topic}/c", {"ordered_by": "/customer/id"})
+    assert answer.expect_json() == {"message": ""}
+    assert [ordered_by(nsqd, topic) for nsqd in cluster.nsqds] == ["/customer/id"] * 2
+    found = admin.get(f"/api/order/{topic}/c")
+    assert sorted(one["node"] for one in found["nodes"]) == sorted(cluster.addresses)
+    assert [one["ordered_by"] for one in found["nodes"]] == ["/customer/id"] * 2
+    assert '<td class="name">/customer/id</td>' in admin.page(f"/topics/{topic}/c")
+    admin.call("PUT", f"/api/order/{topic}/c", {"ordered_by": None}).expect_json()
+    assert [ordered_by(nsqd, topic) for nsqd in cluster.nsqds] == [None, None]
+
+
+def test_nodes_with_different_orders_are_shown(cluster: Cluster, admin: AdminThread, topic: str) -> None:
+    path = f"/channel/settings?topic={topic}&channel=c"
+    cluster.nsqds[0].request("PUT", path, b'{"ordered_by": "/<b>"}').expect_json()
+    page = admin.page(f"/topics/{topic}/c")
+    assert "The nodes order the channel by different keys" in page
+    assert "/&lt;b&gt;" in page and "<b>" not in page
+
+
+@pytest.mark.parametrize(
+    ("channel", "body", "expected"),
+    [
+        ("c", {}, (400, "INVALID_SETTINGS", "give ordered_by")),
+        ("c", {"ordered_by": "/k", "policy": {}}, (400, "INVALID_SETTINGS", "give ordered_by")),
+        ("c", {"ordered_by": "customer"}, (409, "ORDER_REFUSED", "must be a JSON pointer")),
+        ("c", {"ordered_by": 5}, (409, "ORDER_REFUSED", "must be a JSON pointer")),
+        ("other", {"ordered_by": "/k"}, (404, "CHANNEL_NOT_FOUND", "")),
+    ],
+)
+def test_a_wrong_order_is_refused(
+    cluster: Cluster, admin: AdminThread, topic: str, channel: str, body: Any, expected: tuple[int, str, str]
+) -> None:
+    answer = admin.call("PUT", f"/api/order/{topic}/{channel}", body)
+    status, code, reason = expected
+    assert (answer.status, answer.json()["message"]) == (status, code)
+    assert reason in answer.json().get("reason", "")
+    assert [ordered_by(nsqd, topic) for nsqd in cluster.nsqds] == [None, None]
+
+
+def test_messages_that_wait_for_their_keys_are_summed(
+    cluster: Cluster, admin: AdminThread, topic: str
+) -> None:
+    admin.call("PUT", f"/api/order/{topic}/c", {"ordered_by": "/k"}).expect_json()
+    for nsqd in cluster.nsqds:
+        nsqd.publish(topic, b'{"k": 1}', b'{"k": 1}', b'{"k": 1}')
+    with cluster.nsqds[0].connect() as one, cluster.nsqds[1].connect() as two:
+        for consumer in (one, two):
+            consumer.sub(topic, "c", rdy=5)
+            consumer.read_message()
+            consumer.barrier()
+        assert admin.get(f"/api/topics/{topic}/c")["parked_count"] == 4
+        assert '<dd id="channel-parked">4</dd>' in admin.page(f"/topics/{topic}/c")
 
 
 def test_dead_letters_and_expired_messages_are_summed(

@@ -1,4 +1,5 @@
-"""Delivery policies of topics and channels, on all nodes that have them. Needs nsparq's own nsqd."""
+"""Delivery policies of topics and channels, and the order of channels, on all nodes that have them.
+Needs nsparq's own nsqd."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from nsparq.admin.change.actions import Forbidden
 from nsparq.admin.change.settings import BadSetting, error_reason, parse_age
 from nsparq.admin.collect.cluster import NotFound
-from nsparq.admin.collect.merge import Node
+from nsparq.admin.collect.merge import Node, text
 from nsparq.admin.collect.upstream import BadStatus, RequestFailed
 from nsparq.admin.security import Access, Actor
 from nsparq.delivery_policy import DURATIONS, DeliveryPolicy, parse_policy
@@ -21,7 +22,16 @@ if TYPE_CHECKING:
     from nsparq.admin.change.operations import Support
     from nsparq.admin.daemon import Nsqadmin
 
-__all__ = ["FEATURE", "FIELDS", "NodePolicy", "Policies", "PolicyGroup", "by_policy", "parse_fields"]
+__all__ = [
+    "FEATURE",
+    "FIELDS",
+    "NodePolicy",
+    "Policies",
+    "PolicyGroup",
+    "by_order",
+    "by_policy",
+    "parse_fields",
+]
 
 FEATURE: Final = "/channel/settings"
 FIELDS: Final = tuple(one.name for one in fields(DeliveryPolicy))
@@ -29,7 +39,7 @@ FIELDS: Final = tuple(one.name for one in fields(DeliveryPolicy))
 
 @dataclass(frozen=True, slots=True)
 class NodePolicy:
-    """The policy of a topic or a channel on one node."""
+    """The policy of a topic, or the policy and the order of a channel, on one node."""
 
     node: str
     own: DeliveryPolicy | None
@@ -37,6 +47,8 @@ class NodePolicy:
     """The topic's, if the channel has none of its own."""
     channels: tuple[str, ...] = ()
     """Channels of a topic that have policies of their own."""
+    ordered_by: str | None = None
+    """Where the keys of messages are, for a channel that is ordered."""
 
     def as_json(self) -> dict[str, Any]:
         own, effective = (None if one is None else asdict(one) for one in (self.own, self.effective))
@@ -49,6 +61,14 @@ class PolicyGroup(NamedTuple):
     effective: DeliveryPolicy | None
     is_own: bool
     nodes: list[str]
+
+
+def by_order(found: list[NodePolicy]) -> dict[str | None, list[str]]:
+    """The nodes by what they order the channel by; None for no order."""
+    groups: dict[str | None, list[str]] = {}
+    for one in found:
+        groups.setdefault(one.ordered_by, []).append(one.node)
+    return groups
 
 
 def by_policy(found: list[NodePolicy]) -> list[PolicyGroup]:
@@ -88,7 +108,6 @@ class Policies:
         """Set the policy, or remove it (None). Returns a warning, or an empty text. If one node
         refuses the policy, none gets it."""
         action = "remove_policy" if values is None else "set_policy"
-        names = {"topic": topic, **({"channel": channel} if channel else {})}
         if values is not None:
             try:
                 letters = parse_policy(values, topic).dead_letter_topic(topic)
@@ -96,13 +115,25 @@ class Policies:
                 raise ApiError(400, "INVALID_SETTINGS", reason=str(error)) from error
             # Otherwise a user could fill a topic of somebody else.
             if not access.may("admin", letters):
-                raise Forbidden(action, actor, **names, dead_letters=letters)
+                raise Forbidden(action, actor, **_target(topic, channel)[1], dead_letters=letters)
+        return await self._change(action, actor, topic, channel, {"policy": values}, "POLICY_REFUSED")
+
+    async def order(self, actor: Actor, topic: str, channel: str, ordered_by: Any) -> str:
+        """Order a channel by a key, or end its order (None). Returns a warning, or an empty text. If
+        one node refuses it, none changes."""
+        action = "remove_order" if ordered_by is None else "set_order"
+        return await self._change(action, actor, topic, channel, {"ordered_by": ordered_by}, "ORDER_REFUSED")
+
+    async def _change(
+        self, action: str, actor: Actor, topic: str, channel: str, setting: Mapping[str, Any], refused: str
+    ) -> str:
+        """`refused` is the code of the error if a node refuses the rehearsal."""
         nodes = await self._admin.operations.nodes_with(topic, FEATURE)
         nodes.require()
-        body = json.dumps({"policy": values}).encode()
+        body = json.dumps(setting).encode()
 
         async def work() -> list[str]:
-            rehearsed, errors = await self._put(nodes.able, topic, channel, body, dry_run="true")
+            rehearsed, errors = await self._put(nodes.able, topic, channel, body, refused, dry_run="true")
             done, more = await self._put(rehearsed, topic, channel, body)
             if not done:
                 if not errors and not more:
@@ -110,14 +141,16 @@ class Policies:
                 raise ApiError(409, "; ".join(errors + more))
             return nodes.errors + errors + more
 
-        outcome = json.dumps(values) if values is not None else ""
+        (value,) = setting.values()
+        outcome = json.dumps(value) if value is not None else ""
+        _, names = _target(topic, channel)
         return await self._admin.actions.run(action, actor, work, lambda: outcome, **names)
 
     async def _put(
-        self, nodes: list[Node], topic: str, channel: str, body: bytes, **more: str
+        self, nodes: list[Node], topic: str, channel: str, body: bytes, refused: str = "", **more: str
     ) -> tuple[list[Node], list[str]]:
-        """The nodes that accept it, and what failed on others. Raises ApiError if a node refuses a
-        rehearsal."""
+        """The nodes that accept it, and what failed on others. Raises ApiError with the code
+        `refused`, if given, when a node refuses it."""
         path, names = _target(topic, channel)
 
         async def put(node: Node) -> Node | Exception:
@@ -136,8 +169,8 @@ class Policies:
             status = answer.status if isinstance(answer, BadStatus) else 0
             if status != 404:
                 errors.append(f"{node.address}: {error_reason(answer)}")
-                if status and more:
-                    raise ApiError(409, "POLICY_REFUSED", reason=errors[-1])
+                if status and refused:
+                    raise ApiError(409, refused, reason=errors[-1])
         return done, errors
 
 
@@ -150,8 +183,8 @@ def _target(topic: str, channel: str) -> tuple[str, dict[str, str]]:
 def parse_fields(form: Mapping[str, str]) -> dict[str, Any]:
     """A policy from the fields of a form. An empty field has its default. Raises BadSetting."""
     values: dict[str, Any] = {}
-    for name, text in form.items():
-        if not (wanted := text.strip()):
+    for name, given in form.items():
+        if not (wanted := given.strip()):
             continue
         if name in DURATIONS:
             values[name] = parse_age(wanted)
@@ -175,6 +208,7 @@ def _node_policy(address: str, topic: str, answer: Any) -> NodePolicy:
         _parsed(found.get("policy"), topic),
         _parsed(effective.get("policy") if isinstance(effective, dict) else None, topic),
         tuple(map(str, channels)) if isinstance(channels, dict) else (),
+        text(found, "ordered_by") or None,
     )
 
 

@@ -40,8 +40,9 @@ CHANNEL_SUMS: Final = (
 OLDEST_AGE: Final = "oldest_message_age_s"
 LAG: Final = (OLDEST_AGE, "drain_rate", "drain_time_s")
 """Figures of a channel that only nsparq's nsqds have."""
-GIVEN_UP: Final = ("dead_letter_count", "expired_count")
-"""Messages that a delivery policy gave up. Unknown for NSQ's own nsqds."""
+OWN_COUNTS: Final = ("dead_letter_count", "expired_count", "parked_count")
+"""Messages that a delivery policy gave up, and those that wait for their keys. Unknown for NSQ's own
+nsqds."""
 CLIENT_TEXTS: Final = ("remote_address", "version", "client_id", "hostname", "user_agent")
 CLIENT_NUMBERS: Final = (
     "in_flight_count",
@@ -225,7 +226,7 @@ def node_channel(
         "paused": flag(fields, "paused"),
         "e2e_processing_latency": _node_latency(fields),
         **{name: real(fields, name) for name in LAG},
-        **{name: number(fields, name) if name in fields else None for name in GIVEN_UP},
+        **{name: number(fields, name) if name in fields else None for name in OWN_COUNTS},
     }
 
 
@@ -332,7 +333,7 @@ def channel_total(topic: str, name: str, parts: Iterable[dict[str, Any]]) -> dic
         # Watch.add_drain() fills in how fast the sum of the depths falls.
         **dict.fromkeys(LAG),
         OLDEST_AGE: max(ages, default=None),
-        **{name: _known_sum(part[name] for part in nodes) for name in GIVEN_UP},
+        **{name: _known_sum(part[name] for part in nodes) for name in OWN_COUNTS},
     }
 
 

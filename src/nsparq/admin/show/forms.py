@@ -225,6 +225,12 @@ class Forms:
         warning = await self._admin.policies.change(sent.actor, sent.access, sent.topic, sent.channel, values)
         return _done("Policy removed." if values is None else "Policy set. It applies from now on.", warning)
 
+    async def _order(self, sent: _Sent) -> Note:
+        ordered_by = sent.form["ordered_by"].strip() if sent.form["action"] == "order" else None
+        warning = await self._admin.policies.order(sent.actor, sent.topic, sent.channel, ordered_by)
+        done = "The channel has no order now." if ordered_by is None else "Order set. It applies from now on."
+        return _done(done, warning)
+
     async def _redrive(self, sent: _Sent) -> Note:
         form = sent.form
         try:
@@ -327,6 +333,8 @@ ACTIONS: Final[Mapping[str, FormAction]] = {
     "settings": FormAction(Forms._settings),
     "policy": FormAction(Forms._policy, is_of_channel=True),
     "remove_policy": FormAction(Forms._policy, is_of_channel=True),
+    "order": FormAction(Forms._order, is_of_channel=True),
+    "remove_order": FormAction(Forms._order, is_of_channel=True),
     "seek": FormAction(Forms._seek, is_of_channel=True, is_confirmed=True),
     "redrive": FormAction(Forms._redrive),
     "cancel_redrive": FormAction(Forms._cancel_redrive),

@@ -15,7 +15,7 @@ from urllib.parse import quote, urlencode
 
 from nsparq.admin.change.operations import PEEK, SEEK
 from nsparq.admin.change.policies import FEATURE as POLICIES
-from nsparq.admin.change.policies import by_policy
+from nsparq.admin.change.policies import by_order, by_policy
 from nsparq.admin.change.settings import DURABILITIES
 from nsparq.admin.change.settings import FEATURE as SETTINGS
 from nsparq.admin.collect.cluster import Unreachable
@@ -90,6 +90,7 @@ ERRORS: Final = {
     "NOTHING_CHOSEN": "no messages are selected",
     "SAME_TOPIC": "the messages are already in this topic: enter another one",
     "POLICY_REFUSED": "a node refuses the policy, and none has changed",
+    "ORDER_REFUSED": "a node refuses this key, and none has changed",
     "NOT_SUPPORTED": "the nodes run NSQ's own nsqd, which does not support this",
 }
 """Error codes in words."""
@@ -335,11 +336,16 @@ class Pages:
     async def _policies(
         self, request: Request, nodes: list[str], topic: str, channel: str = ""
     ) -> dict[str, Any]:
-        """For policy.html."""
+        """For policy.html and order.html."""
         if request.parameters.get("live") == "1" or not self._any_has(nodes, POLICIES):
             return {"policies": [], "policy_groups": [], "policy_errors": []}
         support, found = await self._admin.policies.read(topic, channel)
-        return {"policies": found, "policy_groups": by_policy(found), "policy_errors": support.errors}
+        return {
+            "policies": found,
+            "policy_groups": by_policy(found),
+            "policy_errors": support.errors,
+            "orders": by_order(found),
+        }
 
     def _any_has(self, nodes: list[str], feature: str) -> bool:
         states = (self._watch.nodes.get(address) for address in nodes)

@@ -1,14 +1,12 @@
-"""A topic's retention and durability, and delivery policies. change/settings.py and
-change/policies.py do the work."""
+"""A topic's retention and durability, delivery policies, and the order of channels. change/settings.py
+and change/policies.py do the work."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 from nsparq.admin.change.operations import Support
-from nsparq.admin.change.policies import NodePolicy
-from nsparq.admin.change.settings import NAMES, BadSetting, NodeSettings, parse_setting
+from nsparq.admin.change.settings import NAMES, BadSetting, parse_setting
 from nsparq.admin.routing import path_values, topic_and_channel
 from nsparq.admin.show.api.table import (
     FORBIDDEN,
@@ -25,15 +23,15 @@ from nsparq.http.api import ApiError, Request, Result
 __all__ = ["Settings"]
 
 GROUP: Final = "Settings"
-_POLICY_ERRORS: Final = (
+_ERRORS: Final = (
     FORBIDDEN,
     (400, "INVALID_SETTINGS"),
-    (409, "POLICY_REFUSED"),
     (409, "…"),
     (501, "NOT_SUPPORTED"),
     *NOT_THERE,
     (404, "CHANNEL_NOT_FOUND"),
 )
+_POLICY_ERRORS: Final = (*_ERRORS, (409, "POLICY_REFUSED"))
 _POLICY_HELP: Final = (
     "`policy` is an object with fields as in nsqd's API, or null to remove it. It replaces the whole policy. "
     "If one node refuses it, none gets it."
@@ -51,7 +49,7 @@ class Settings(Handlers):
     async def settings(self, request: Request) -> Result:
         (topic,) = path_values(request)
         nodes, found = await self._admin.settings.read(topic)
-        return _by_node(nodes, found)
+        return _by_node(nodes, [one.as_json() for one in found])
 
     @change(
         "PUT",
@@ -90,7 +88,7 @@ class Settings(Handlers):
     )
     async def policy(self, request: Request) -> Result:
         nodes, found = await self._admin.policies.read(*topic_and_channel(request))
-        return _by_node(nodes, found)
+        return _by_node(nodes, [one.as_json() for one in found])
 
     @change(
         "PUT",
@@ -119,10 +117,41 @@ class Settings(Handlers):
         message = await self._admin.policies.change(actor, access, topic, channel, body["policy"])
         return {"message": message}
 
+    @look(
+        "/api/order/{topic}/{channel}",
+        "What a channel is ordered by, on each node.",
+        group=GROUP,
+        success="`nodes`, each with `ordered_by`; null where the channel has no order",
+        errors=NOT_THERE,
+    )
+    async def order(self, request: Request) -> Result:
+        nodes, found = await self._admin.policies.read(*path_values(request))
+        return _by_node(nodes, [{"node": one.node, "ordered_by": one.ordered_by} for one in found])
 
-def _by_node(nodes: Support, found: Sequence[NodeSettings | NodePolicy]) -> dict[str, Any]:
+    @change(
+        "PUT",
+        "/api/order/{topic}/{channel}",
+        "Order a channel by a key, or end its order, on all nodes that have it.",
+        {"ordered_by": {"type": ["string", "null"]}},
+        group=GROUP,
+        details="`ordered_by` is a JSON pointer such as `/customer/id`, or `header:` and a name; null ends "
+        "the order. If one node refuses it, none changes.",
+        errors=(*_ERRORS, (409, "ORDER_REFUSED")),
+    )
+    async def change_order(self, request: Request) -> Result:
+        topic, channel = path_values(request)
+        body = parse_body(request)
+        if body.keys() != {"ordered_by"}:
+            raise ApiError(
+                400, "INVALID_SETTINGS", reason="give ordered_by: a text, or null to end the order"
+            )
+        message = await self._admin.policies.order(self._actor(request), topic, channel, body["ordered_by"])
+        return {"message": message}
+
+
+def _by_node(nodes: Support, found: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "nodes": [one.as_json() for one in found],
+        "nodes": found,
         "unable": [node.address for node in nodes.unable],
         "errors": nodes.errors,
     }
