@@ -653,3 +653,9 @@ def test_a_policy_needs_the_permission_for_its_dead_letters(
     change("owner", dead_letters=THEIRS).expect_error(403, "UNAUTHORIZED")
     change("owner").expect_error(403, "UNAUTHORIZED")
     assert change("everything", dead_letters=THEIRS).status == 200
+
+
+def test_dead_letters_are_contents_of_messages(broker: BrokerThread, topics: None) -> None:
+    for who, status in (("only-read", 403), ("only-admin", 403), ("only-subscribe", 200)):
+        answer = broker.request("GET", f"/dead_letters?topic={MINE}", headers=bearer(who))
+        assert answer.status == status, who

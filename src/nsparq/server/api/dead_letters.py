@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from nsparq.broker.letter_groups import LetterGroup, LetterGroups
 from nsparq.broker.letters import Letter, LetterFilter, Origin, locate_letters, read_letters
 from nsparq.broker.redrive import CANCELLED, FINISHED, RUNNING, STATES, Redrive, RedriveRunning, states_of
+from nsparq.headers import decode_headers
 from nsparq.http.api import ApiError, Endpoint, Param, Request, Result
 from nsparq.server.api.parameters import (
     COUNT,
@@ -42,6 +43,8 @@ SCAN_BYTES: Final = 32 << 20
 PART_BYTES: Final = 4 << 20
 BODY_LIMIT: Final = 4 << 10
 """Bytes shown of the body of an example."""
+HEADERS_LIMIT: Final = 4 << 10
+"""Longer headers of an example are not shown."""
 MAX_EXAMPLES: Final = 100
 MAX_RATE: Final = 1_000_000_000
 
@@ -121,10 +124,10 @@ class DeadLettersApi:
                 schema={"type": "integer", "minimum": 1, "maximum": MAX_EXAMPLES},
             ),
         ),
-        permission="read",
+        permission="subscribe",
         success="groups of letters. `letters` were looked at, and `foreign` messages that are not dead "
-        "letters of nsqd. A body that is not UTF-8 comes as `body_base64`. Long bodies are cut. Times are in "
-        "nanoseconds",
+        "letters of nsqd. A body that is not UTF-8 comes as `body_base64`. Long bodies are cut. `headers` is "
+        "there if the message has any, of at most 4 KiB. Times are in nanoseconds",
         success_schema=obj(
             fields(COUNT, "letters", "foreign")
             | {
@@ -141,7 +144,8 @@ class DeadLettersApi:
                                     | fields(INT, "timestamp", "given_up")
                                     | fields(TEXT, "id", "client")
                                     | {"state": {"enum": [*STATES]}},
-                                    fields(TEXT, "body", "body_base64"),
+                                    fields(TEXT, "body", "body_base64")
+                                    | {"headers": {"type": "object", "additionalProperties": TEXT}},
                                 )
                             ),
                         }
@@ -328,6 +332,8 @@ def _example(first_id: int, letter: Letter, state: str) -> dict[str, Any]:
         "state": state,
         "size": len(letter.body),
     }
+    if letter.block and len(letter.block) <= HEADERS_LIMIT:
+        shown["headers"] = decode_headers(letter.block)
     body = letter.body[:BODY_LIMIT]
     try:
         shown["body"] = body.decode()
