@@ -61,6 +61,7 @@ def message(**more: Any) -> dict[str, Any]:
         "size": 1000,
         "client": NAME,
         "body": body,
+        "headers": {NAME: NAME},
         **more,
     }
 

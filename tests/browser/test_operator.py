@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 from playwright.sync_api import ViewportSize, expect
@@ -14,11 +15,12 @@ from playwright.sync_api import ViewportSize, expect
 from tests.admin.support import AdminProcess, Cluster
 from tests.browser.test_pages import is_too_wide
 from tests.browser.visitor import Visitor
-from tests.support import unique_name, wait_until
+from tests.support import TestBroker, unique_name, wait_until
 
 DESK: ViewportSize = {"width": 1440, "height": 900}
 PHONE: ViewportSize = {"width": 390, "height": 844}
 COUNT = 130
+HOSTILE = "</dd></pre><b>bold</b><script>alert(1)</script>"
 
 
 @pytest.fixture(params=[DESK, PHONE], ids=["desk", "phone"])
@@ -156,6 +158,56 @@ def test_messages_are_selected_copied_and_downloaded(
     assert visitor.page.evaluate("navigator.clipboard.readText()") == "two"
 
 
+def publish_with_headers(nsqd: TestBroker, topic: str, body: bytes, **headers: str) -> None:
+    named = {f"X-Nsq-Header-{name}": value for name, value in headers.items()}
+    nsqd.request("POST", f"/pub?topic={topic}", body, named).expect_ok()
+
+
+def test_headers_are_shown_filtered_copied_and_downloaded(
+    visit: Callable[..., Visitor], admin: AdminProcess, cluster: Cluster, tmp_path: Path
+) -> None:
+    topic = unique_name("headers")
+    cluster.add(topic, "c")
+    nsqd = cluster.nsqds[0]
+    nsqd.publish(topic, b'{"number": 1}')
+    publish_with_headers(nsqd, topic, b'{"number": 2}', tenant="acme", priority="12")
+    publish_with_headers(nsqd, topic, b'{"number": 3}', tenant=HOSTILE, traceparent="y" * 3000)
+    visitor = visit(admin, permissions=["clipboard-read", "clipboard-write"])
+    for size in (DESK, PHONE):
+        visitor.page.set_viewport_size(size)
+        for path in (f"/messages/{topic}", f"/messages/{topic}/c", f"/messages/{topic}?tail=1"):
+            visitor.go(path)
+            assert visitor.find("#message-list .headers").count() == 2
+            expect(visitor.find("#message-list summary").filter(has_text="2 headers")).to_have_count(2)
+            visitor.find("#open-all").click()
+            visitor.sees("#message-list", "acme")
+            visitor.sees("#message-list", HOSTILE)
+            assert visitor.find("#message-list b").count() == 0
+            assert is_too_wide(visitor) == ""
+            assert visitor.axe() == []
+    for words, found in (
+        ("@header.tenant=acme", [2]),
+        ("@header.Priority>9", [2]),
+        ("@header.tenant!=acme", [3, 1]),
+        ("acme", [2]),
+    ):
+        visitor.go(f"/messages/{topic}?{urlencode({'q': words})}")
+        assert numbers(visitor) == found, words
+    visitor.go(f"/messages/{topic}?q=number<3")
+    visitor.find("#select-all").check()
+    with visitor.page.expect_download() as waiting:
+        visitor.find("#download").click()
+    waiting.value.save_as(tmp_path / "found")
+    lines = [json.loads(line) for line in (tmp_path / "found").read_text().splitlines()]
+    assert [line.get("headers") for line in lines] == [None, {"tenant": "acme", "priority": "12"}]
+    visitor.find("#copy-headers").click()
+    visitor.sees("#selected-count", "Copied 2")
+    copied = 'tenant: acme\npriority: 12\n\n{\n  "number": 2\n}\n\n\n{\n  "number": 1\n}\n'
+    assert visitor.page.evaluate("navigator.clipboard.readText()") == copied
+    visitor.find("#copy-text").click()
+    assert "acme" not in visitor.page.evaluate("navigator.clipboard.readText()")
+
+
 def test_dead_letters_are_grouped_by_reason(operator: Visitor, cluster: Cluster) -> None:
     topic = unique_name("dead")
     cluster.add(topic, "review")
@@ -250,6 +302,32 @@ def test_a_policy_is_seen_set_changed_and_removed(operator: Visitor, cluster: Cl
     operator.go(f"/topics/{topic}/billing")
     assert operator.act("#remove-policy") == "Policy removed."
     operator.sees("#policy-table", "the topic's")
+
+
+def test_an_order_is_seen_set_changed_and_removed(operator: Visitor, cluster: Cluster) -> None:
+    topic = unique_name("order")
+    cluster.add(topic, "billing")
+    operator.go(f"/topics/{topic}/billing")
+    operator.sees("#order-table", "No fixed order")
+    operator.find("#change-order-open").click()
+    operator.find("#order-ordered_by").fill("customer")
+    assert "ordered_by must be a JSON pointer" in operator.act("#order-do")
+    operator.find("#change-order-open").click()
+    operator.find("#order-ordered_by").fill("/customer/id")
+    assert operator.axe() == []
+    assert is_too_wide(operator) == ""
+    assert operator.act("#order-do") == "Order set. It applies from now on."
+    operator.sees("#order-table", "/customer/id")
+    operator.sees("#order-table", "one after the other")
+    assert is_too_wide(operator) == ""
+    operator.find("#change-order-open").click()
+    expect(operator.find("#order-ordered_by")).to_have_value("/customer/id")
+    operator.find("#order-ordered_by").fill("header:customer")
+    operator.act("#order-do")
+    stats = [nsqd.channel_stats(topic, "billing") for nsqd in cluster.nsqds]
+    assert [one and one["ordered_by"] for one in stats] == ["header:customer"] * 2
+    assert operator.act("#remove-order") == "The channel has no order now."
+    operator.sees("#order-table", "No fixed order")
 
 
 # Tables, search, times, charts
@@ -393,7 +471,7 @@ def test_dead_letters_are_rehearsed_put_back_and_cancelled(operator: Visitor, cl
         with nsqd.connect() as consumer:
             consumer.sub(topic, "c", rdy=1)
             for number in range(4):
-                nsqd.publish(topic, json.dumps({"number": number}).encode())
+                publish_with_headers(nsqd, topic, json.dumps({"number": number}).encode(), tenant=HOSTILE)
                 consumer.req(consumer.read_message().id)
             wait_until(lambda: nsqd.channel_stats(topic, "c")["dead_letter_count"] == 4)  # noqa: B023
     operator.go(f"/topics/{topic}.dead")
@@ -402,6 +480,7 @@ def test_dead_letters_are_rehearsed_put_back_and_cancelled(operator: Visitor, cl
     assert cells(operator) == ["8", "0"]
     operator.find("#groups summary").click()
     operator.sees("#groups pre", '{"number": 3}')
+    operator.sees("#groups .headers", f"tenant{HOSTILE}")
     assert is_too_wide(operator) == ""
     assert operator.axe() == []
     operator.find("#field").fill("/number")
@@ -422,6 +501,14 @@ def test_dead_letters_are_rehearsed_put_back_and_cancelled(operator: Visitor, cl
     operator.find("#since").fill("whenever")
     follow(operator, "#rehearse")
     operator.sees("#bad-query", "is not a time")
+    operator.go(f"/messages/{topic}.dead")
+    expect(operator.find("#message-list summary").filter(has_text="1 header")).to_have_count(8)
+    operator.find("#open-all").click()
+    for shown in ("nsq-dead-reason", "requeued", HOSTILE):
+        operator.sees("#message-list .headers", shown)
+    assert operator.find("#message-list b").count() == 0
+    assert is_too_wide(operator) == ""
+    assert operator.axe() == []
 
 
 def cells(visitor: Visitor) -> list[str]:

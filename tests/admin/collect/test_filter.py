@@ -56,6 +56,28 @@ def test_a_filter_matches(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "is_match"),
+    [
+        ("@header.tenant=acme", True),
+        ("@header.Tenant~ACM", True),
+        ("@header.retries>2 @header.retries<=3", True),
+        ("@header.missing!=x", True),
+        ("@header.tenant~", True),
+        ("@header.missing~", False),
+        ("@header.tenant>2", False),
+        ("@header.tenant!=acme", False),
+        ("@header.origin=mail", True),
+    ],
+)
+def test_a_filter_looks_at_headers(text: str, is_match: bool) -> None:
+    headers = {"tenant": "acme", "retries": "3"}
+    own = {"origin": "mail"}
+    assert Filter(text).matches(message(b"x", headers=headers | own)) is is_match
+    inside = json.dumps({"topic": "orders", "error": "x", "text": "x", "headers": headers}).encode()
+    assert Filter(text).matches(message(inside, headers=own)) is is_match
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "coffee",

@@ -4,6 +4,7 @@
     customer.id=17        a field of the JSON body; also != > >= < <=, and ~ for "contains"
     items.0.name=tea      of the first item
     @attempts>3           about the message: @attempts @size @node @id @state @reason
+    @header.tenant=acme   a header of the message
 
 The fields of a dead letter are those of the message inside it, and the letter's own.
 """
@@ -40,6 +41,7 @@ _ABOUT: Final[Mapping[str, Callable[[ShownMessage], Any]]] = {
     "@state": lambda one: one.state,
     "@reason": lambda one: one.letter.reason if one.letter else None,
 }
+_HEADER: Final = "@header."
 
 
 class BadFilter(NsparqError):
@@ -56,7 +58,7 @@ class _Term:
     def matches(self, message: ShownMessage) -> bool:
         if not self.field:
             return message.contains(self.wanted)
-        if self.field.startswith("@"):
+        if self.field in _ABOUT:
             return self._holds(_ABOUT[self.field](message))
         values = [*_values(message, self.field)]
         if self.operator == "!=":
@@ -68,6 +70,8 @@ class _Term:
             return _equals(value, self.wanted) == (self.operator == "=")
         if self.operator == "~":
             return value is not None and self.wanted.lower() in _text(value).lower()
+        if isinstance(value, str) and self.field.startswith(_HEADER) and _NUMBER.fullmatch(value):
+            value = float(value)
         # bool is an int, but true is no number.
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
@@ -102,8 +106,8 @@ def _parse(text: str) -> Iterable[_Term]:
         place = found.end()
         field, operator, quoted, plain = found.group("field", "operator", "quoted", "plain")
         wanted = plain if quoted is None else re.sub(r"\\(.)", r"\1", quoted)
-        if field and field.startswith("@") and field not in _ABOUT:
-            raise BadFilter(f"{field} is unknown; there are {', '.join(_ABOUT)}")
+        if field and field.startswith("@") and field not in _ABOUT and not field.startswith(_HEADER):
+            raise BadFilter(f"{field} is unknown; there are {', '.join(_ABOUT)} and {_HEADER}NAME")
         if operator in _COMPARE and not _NUMBER.fullmatch(wanted):
             raise BadFilter(f"{field}{operator} needs a number, not {wanted!r}")
         if field or wanted:
@@ -111,7 +115,11 @@ def _parse(text: str) -> Iterable[_Term]:
 
 
 def _values(message: ShownMessage, path: str) -> Iterable[Any]:
-    """The values of a field, in the message inside a dead letter and in the body."""
+    """The values of a field, in the message inside a dead letter and in the body; or of a header."""
+    if path.startswith(_HEADER):
+        name = path.removeprefix(_HEADER).lower()
+        yield from (found[name] for found in (message.original_headers, message.headers) if name in found)
+        return
     if message.letter is not None:
         yield from _at(message.letter.value, path)
     yield from _at(message.value, path)

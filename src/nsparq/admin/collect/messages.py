@@ -178,6 +178,13 @@ class ShownMessage:
     def is_cut(self) -> bool:
         return len(self.body) < self.size
 
+    @property
+    def original_headers(self) -> Mapping[str, str]:
+        """Headers of the message inside a dead letter that the letter does not have itself. nsqd
+        keeps them in the letter; letters in JSON have them in their bodies."""
+        inner = self.letter.headers if self.letter is not None else {}
+        return {} if inner.items() <= self.headers.items() else inner
+
     def contains(self, words: str) -> bool:
         """In upper or lower case: in the body, in a header's value, in a dead letter's message and
         error, or in the id."""
@@ -295,7 +302,7 @@ def _shown(node: str, fields: Mapping[str, Any]) -> ShownMessage:
 def _headers_of(fields: Any) -> dict[str, str]:
     if not isinstance(fields, dict):
         return {}
-    return {name: value for name, value in fields.items() if isinstance(value, str)}
+    return {name: text(fields, name) for name in fields if isinstance(fields[name], str) and name.isascii()}
 
 
 def reason(error: Exception) -> str:

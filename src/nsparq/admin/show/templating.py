@@ -96,6 +96,7 @@ def make_environment(assets: Assets, base: str) -> Environment:
         "bytes": size,
         "time": moment,
         "when": when,
+        "cut_headers": cut_headers,
         "percent": lambda value: UNKNOWN if _is_unknown(value) else f"{value:.0%}",
     }
     return environment
@@ -168,6 +169,18 @@ def when(value: Any) -> str | Markup:
     if text == UNKNOWN:
         return text
     return Markup('<time datetime="{}Z">{}</time>').format(text.replace(" ", "T"), text)
+
+
+def cut_headers(headers: Mapping[str, str], limit: int) -> list[tuple[str, str]]:
+    """The first headers, with at most so many characters in all."""
+    shown = []
+    for name, value in headers.items():
+        if limit <= len(name):
+            break
+        limit -= len(name)
+        shown.append((name, value[:limit]))
+        limit -= len(value)
+    return shown
 
 
 def slug(*names: Iterable[str]) -> str:

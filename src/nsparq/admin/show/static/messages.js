@@ -4,7 +4,8 @@
   const byId = (id) => document.getElementById(id);
   const form = byId("copy-form");
   if (!form) return;
-  const all = byId("select-all"), count = byId("selected-count"), opener = byId("open-all"), copier = byId("copy-text");
+  const all = byId("select-all"), count = byId("selected-count"), opener = byId("open-all");
+  const copier = byId("copy-text"), headerCopier = byId("copy-headers");
   const boxes = () => [...form.querySelectorAll("#message-list input[name=message]")];
   const rows = () => [...form.querySelectorAll("#message-list details.body")];
 
@@ -14,7 +15,8 @@
     all.checked = total > 0 && chosen === total;
     all.indeterminate = chosen > 0 && chosen < total;
     for (const button of form.querySelectorAll("[data-needs-selection]")) button.disabled = !chosen;
-    copier.disabled = !chosen;
+    copier.disabled = headerCopier.disabled = !chosen;
+    headerCopier.hidden = !form.querySelector(".headers");
   }
 
   for (const hidden of form.querySelectorAll("[data-script]")) hidden.hidden = false;
@@ -42,15 +44,21 @@
     field.remove();
     if (!isDone) throw new Error("the browser does not allow it");
   }
-  copier.addEventListener("click", async () => {
-    const chosen = boxes().filter((box) => box.checked);
-    const bodies = chosen.map((box) => box.closest("li").querySelector("pre").textContent);
+  async function copySelected(format) {
+    const texts = boxes().filter((box) => box.checked).map((box) => format(box.closest("li")));
     try {
-      await copy(bodies.join("\n"));
-      count.textContent = "Copied " + bodies.length;
+      await copy(texts.join("\n"));
+      count.textContent = "Copied " + texts.length;
     } catch (error) {
       count.textContent = "Not copied: " + error.message;
     }
-  });
+  }
+  const body = (row) => row.querySelector("pre").textContent;
+  // A line for each header, an empty line, and the body.
+  const withHeaders = (row) => [...row.querySelectorAll(".headers dl > div")]
+    .map((one) => one.querySelector("dt").textContent + ": " + one.querySelector("dd").textContent + "\n")
+    .join("") + "\n" + body(row) + "\n";
+  copier.addEventListener("click", () => copySelected(body));
+  headerCopier.addEventListener("click", () => copySelected(withHeaders));
   show();
 })();
