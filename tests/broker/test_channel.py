@@ -10,6 +10,7 @@ import pytest
 
 from nsparq.broker.delivery import MAX_WRITE
 from nsparq.broker.scan import SLICE
+from nsparq.broker.stats import broker_stats, channel_stats
 from nsparq.errors import ClientError, Exiting, SubscribeRefused
 from nsparq.private_random import private_random
 from tests.broker.rig import MILLISECOND, NODE_ID, SECOND, FakeClient, Rig, bodies, counts
@@ -923,7 +924,7 @@ def test_latency_is_the_time_from_publish_to_fin(make_rig: MakeRig):
     for message, seconds in zip(client.take(), (1, 1, 8), strict=True):
         rig.clock.advance(seconds)
         rig.finish(client, message)
-    shown = rig.broker.stats()["topics"][0]
+    shown = broker_stats(rig.broker)["topics"][0]
     for part in (shown, shown["channels"][0]):
         latency = part["e2e_processing_latency"]
         assert latency["count"] == 3
@@ -942,7 +943,7 @@ def test_latency_of_messages_read_back_from_disk_is_counted_from_each_ones_publi
     first = client.messages[0].id
     rig.clock.advance(5)
     client.channel.delivery.finish(client, [(first, first + 2)], rig.clock())
-    values = rig.broker.stats()["topics"][0]["channels"][0]["e2e_processing_latency"]["percentiles"]
+    values = broker_stats(rig.broker)["topics"][0]["channels"][0]["e2e_processing_latency"]["percentiles"]
     assert [p["value"] for p in values] == pytest.approx([15e9, 5e9], rel=0.011)
 
 
@@ -967,7 +968,7 @@ def test_with_the_experiment_nearer_clients_are_served_first(make_rig: MakeRig):
     rig, near, middle, far = near_and_far(make_rig, enable_experiment=("topology-aware-consumption",))
     rig.publish("t", *(b"%d" % number for number in range(25)))
     assert [len(client.messages) for client in (near, middle, far)] == [10, 10, 5]
-    (stats,) = rig.broker.stats()["topics"][0]["channels"]
+    (stats,) = broker_stats(rig.broker)["topics"][0]["channels"]
     counts = [stats[f"{name}_msg_count"] for name in ("zone_local", "region_local", "global")]
     assert counts == [10, 10, 5]
 
@@ -976,7 +977,7 @@ def test_without_the_experiment_distance_does_not_matter(make_rig: MakeRig):
     rig, *clients = near_and_far(make_rig)
     rig.publish("t", *(b"%d" % number for number in range(24)))
     assert [len(client.messages) for client in clients] == [8, 8, 8]
-    assert not [key for key in rig.broker.stats()["topics"][0]["channels"][0] if key.endswith("_msg_count")]
+    assert not [key for key in channel_stats(rig.channel()) if key.endswith("_msg_count")]
 
 
 # Runs that grow over several batches.
@@ -1061,7 +1062,7 @@ def test_with_latencies_each_message_keeps_its_publish_time(make_rig: MakeRig):
     assert len(rig.channel().unfinished.in_flight.runs) == 3
     rig.touch(client, messages[3])
     rig.finish(client, *messages)
-    stats = rig.channel().stats(include_clients=False, now_ns=rig.clock())
+    stats = channel_stats(rig.channel())
     (percentile,) = stats["e2e_processing_latency"]["percentiles"]
     assert percentile["value"] == pytest.approx(3 * SECOND, rel=0.05)
 

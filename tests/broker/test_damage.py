@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from crc32c import crc32c
 
+from nsparq.broker.stats import broker_stats
 from nsparq.packed import PackedBodies
 from tests.broker.rig import Delivered, Later, Rig, bodies, counts
 
@@ -280,10 +281,10 @@ def test_a_bad_nsqd_dat_is_kept_aside_and_loses_nothing(
     rig.start()
     assert (rig.data_path / "nsqd.dat.bad").read_bytes() == content
     assert "nsqd.dat cannot be understood" in caplog.text
-    assert rig.broker.stats()["corrupt_files"] == 1
+    assert broker_stats(rig.broker)["corrupt_files"] == 1
     assert drain(rig) == {b"x"}
     rig.restart()
-    assert rig.broker.stats()["corrupt_files"] == 0
+    assert broker_stats(rig.broker)["corrupt_files"] == 0
 
 
 # damage to the files of transactions

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from nsparq.broker.stats import broker_stats
 from tests.broker.rig import Later, Rig, bodies
 
 MakeRig = Callable[..., Rig]
@@ -12,7 +13,7 @@ MakeRig = Callable[..., Rig]
 
 def lag(rig: Rig) -> tuple[float | None, float | None, float | None]:
     """Age, drain rate and drain time, as /stats shows them."""
-    (topic,) = rig.broker.stats("t", "c")["topics"]
+    (topic,) = broker_stats(rig.broker, "t", "c")["topics"]
     channel: dict[str, Any] = topic["channels"][0]
     return tuple(channel[key] for key in ("oldest_message_age_s", "drain_rate", "drain_time_s"))  # type: ignore[return-value]
 
@@ -97,10 +98,12 @@ def test_one_file_is_read_at_a_time_however_many_channels_ask(make_rig: MakeRig)
     rig.background.run_all()
     rig.restart()
     rig.background.run_all()
-    rig.broker.stats()
+    broker_stats(rig.broker)
     for left in (2, 1, 0):
         assert rig.background.run() == 1
-        found = [one["oldest_message_age_s"] for one in rig.broker.stats("t")["topics"][0]["channels"]]
+        found = [
+            one["oldest_message_age_s"] for one in broker_stats(rig.broker, "t")["topics"][0]["channels"]
+        ]
         assert found.count(None) == left
 
 

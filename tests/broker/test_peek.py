@@ -18,6 +18,7 @@ from nsparq.broker.peek import (
     peek_channel,
     peek_topic,
 )
+from nsparq.broker.stats import broker_stats
 from nsparq.storage.log_range import OffsetAhead, OffsetGone
 from tests.broker.rig import MILLISECOND, SECOND, Rig, bodies, counts
 
@@ -40,7 +41,7 @@ def everything(rig: Rig, topic: str = "t") -> object:
     found = rig.broker.topics[topic]
     log = found.log
     return (
-        rig.broker.stats(),
+        broker_stats(rig.broker),
         [
             (c.cursor.position, counts(c), c.checkpoint.is_stale, c.checkpoint.capture()().encode())
             for c in found.channels.values()

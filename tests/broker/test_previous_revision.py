@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from nsparq.broker.stats import broker_stats
 from tests.broker.rig import FakeClient, Rig, counts
 
 DIRECTORIES: dict[str, dict[str, str]] = json.loads(
@@ -44,7 +45,7 @@ def take(client: FakeClient) -> list[tuple[bytes, int]]:
 
 
 def test_no_file_counts_as_damaged(old_rig: Rig):
-    stats = old_rig.broker.stats()
+    stats = broker_stats(old_rig.broker)
     assert stats["health"] == "OK"
     assert stats["corrupt_files"] == 0
     for topic in stats["topics"]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from nsparq.broker.stats import broker_stats
 from nsparq.errors import ClientError
 from nsparq.wire.message import SEQUENCE_BITS
 from tests.broker.rig import Later, Rig, bodies, counts
@@ -237,7 +238,7 @@ def test_counters_start_over_and_depths_do_not(rig: Rig, clean: bool):
     rig.channel()
     rig.publish("t", *bodies(3))
     end(rig, clean)
-    (topic,) = rig.broker.stats()["topics"]
+    (topic,) = broker_stats(rig.broker)["topics"]
     assert topic["message_count"] == 0
     assert topic["channels"][0]["message_count"] == 0
     assert topic["channels"][0]["depth"] == 3
@@ -357,7 +358,7 @@ def test_a_message_lost_to_a_bad_disk_is_counted_and_the_others_are_delivered(ri
     assert client.take() == []
     assert rig.channel().dropped_count == 1
     assert counts(rig.channel()) == (0, 0, 0)
-    shown = rig.broker.stats()["topics"][0]
+    shown = broker_stats(rig.broker)["topics"][0]
     assert shown["corrupt_batches"] == 1
     rig.publish("t", b"fine")
     assert client.take_bodies() == [b"fine"]

@@ -49,7 +49,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def lines_of(lines: _Lines, rig: Rig, topic: str = "t") -> dict[str, str]:
-    found = b"".join(lines.of_topic(rig.broker.topics[topic], rig.clock())).decode().splitlines()
+    found = b"".join(lines.of_topic(rig.broker.topics[topic])).decode().splitlines()
     return dict(line.removeprefix(f"topic.{topic}.").split(":") for line in found)
 
 
@@ -65,7 +65,7 @@ def test_the_lines_of_a_topic_have_nsqs_order_and_kinds(tmp_path: Path) -> None:
         rig.pass_time(2)
         rig.finish(consumer, consumer.take()[0])
         rig.broker.turn()
-        text = b"".join(_Lines("p.", False).of_topic(rig.topic("t"), rig.clock())).decode()
+        text = b"".join(_Lines("p.", False).of_topic(rig.topic("t"))).decode()
     finally:
         rig.drop()
     lines = text.splitlines(keepends=True)

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from nsparq.broker.stats import broker_stats
 from tests.faults.load import LOST, Batch, LonePublisher, Publisher, Worker, await_checkpoint, drain
 from tests.soak.support import clock, table
 from tests.support import (
@@ -258,7 +259,7 @@ class Managing(Worker):
                 query = urlencode({"topic": TOPIC, "channel": REPLAYED, "time": time.time() - 1})
                 self.broker.request("POST", f"/channel/seek?{query}")
             else:
-                self.broker.stats()
+                broker_stats(self.broker)
 
 
 @dataclass(frozen=True)

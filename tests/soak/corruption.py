@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nsparq.broker.stats import broker_stats
 from nsparq.broker.transactions import AlreadyCommitted, Damaged, Incomplete
 from nsparq.errors import CorruptBatch
 from nsparq.packed import PackedBodies
@@ -317,7 +318,7 @@ def _judge(
         if missing:
             outcome.problems.append(f"channels are gone: {missing}")
         got = {owner: _drain(rig, owner) for owner in original.unfinished}
-        stats = {topic["topic_name"]: topic for topic in rig.broker.stats()["topics"]}
+        stats = {topic["topic_name"]: topic for topic in broker_stats(rig.broker)["topics"]}
         for owner, bodies in original.unfinished.items():
             delivered = {message.body for message in got[owner]}
             foreign = {body for body in delivered if not body.startswith(owner[0].encode() + b":")}
@@ -391,7 +392,7 @@ def _counted(topic: dict[str, object], channel: str) -> int:
 
 def _count_all(rig: Rig) -> int:
     """Everything that the daemon has counted as damaged."""
-    stats = rig.broker.stats()
+    stats = broker_stats(rig.broker)
     count = int(stats["corrupt_files"])
     for topic in stats["topics"]:
         count += sum(topic[name] for name in ("corrupt_batches", "corrupt_messages", "corrupt_files"))

@@ -238,11 +238,9 @@ class BrokerThread(TestBroker):
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(DEADLINE)
 
     def stats(self, topic: str = "", channel: str = "", include_clients: bool = True) -> dict[str, Any]:
-        found = self.call(
-            lambda broker: json.dumps(
-                broker.stats(topic=topic, channel=channel, include_clients=include_clients)
-            )
-        )
+        from nsparq.broker.stats import broker_stats
+
+        found = self.call(lambda broker: json.dumps(broker_stats(broker, topic, channel, include_clients)))
         stats: dict[str, Any] = json.loads(found)
         return stats
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from nsparq.broker.channel import Channel
 from nsparq.broker.client import Client
@@ -28,7 +28,7 @@ from nsparq.broker.scan import QueueScan
 from nsparq.broker.topic import Topic
 from nsparq.broker.transactions import Transactions
 from nsparq.broker.turn import Turn
-from nsparq.broker.upkeep import SLICE_NS, Upkeep
+from nsparq.broker.upkeep import Upkeep
 from nsparq.errors import StartError
 from nsparq.names import is_valid_name
 from nsparq.options import NsqdOptions
@@ -38,7 +38,6 @@ from nsparq.storage.log import EPOCH_BITS, Durability, LogSettings
 from nsparq.storage.memory_log import EphemeralMemory
 from nsparq.storage.metadata import BAD_FILE_NAME, FILE_NAME, Metadata, TopicEntry, read_metadata
 from nsparq.storage.segment import READ_SIZE, Cold
-from nsparq.version import NSQ_VERSION
 from nsparq.wire.message import SEQUENCE_BITS
 
 logger = logging.getLogger(__name__)
@@ -420,46 +419,6 @@ class Broker:
             then()
 
         self.try_in_background(read, done)
-
-    # stats
-
-    def stats(self, topic: str = "", channel: str = "", include_clients: bool = True) -> dict[str, Any]:
-        """The shape of NSQ's /stats?format=json, with keys of ours added."""
-        stats: dict[str, Any] = {}
-        for _ in self.stats_in_slices(stats, topic, channel, include_clients):
-            pass
-        return stats
-
-    def stats_in_slices(
-        self, stats: dict[str, Any], topic: str, channel: str, include_clients: bool
-    ) -> Iterator[None]:
-        """Fill in stats(), with a break wherever it has taken long."""
-        names = sorted(self.topics) if not topic else [topic] if topic in self.topics else []
-        is_wanted = include_clients and bool(names or not topic)
-        # Of one topic only those who publish to it: who may read it need not know the others.
-        producers = [
-            client.stats(topic)
-            for client in self.clients
-            if is_wanted and (topic in client.publish_counts if topic else client.publish_counts)
-        ]
-        topics: list[dict[str, Any]] = []
-        stats |= {
-            "version": NSQ_VERSION,
-            "health": "OK" if self.health.error is None else f"NOK - {self.health.error}",
-            "start_time": self.start_s,
-            "topics": topics if names or not topic else None,
-            "producers": producers or None,
-            "corrupt_files": self.corrupt_files,
-        }
-        stop_ns = self.monotonic_ns() + SLICE_NS
-        for name in names:
-            shown = self.topics.get(name)
-            if shown is None or (channel and channel not in shown.channels):
-                continue
-            topics.append(shown.stats(channel, include_clients, self.monotonic_ns()))
-            if self.monotonic_ns() > stop_ns:
-                yield
-                stop_ns = self.monotonic_ns() + SLICE_NS
 
 
 def _is_valid(name: str) -> bool:

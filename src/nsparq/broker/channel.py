@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from nsparq.broker.carried_over import CarriedOver
 from nsparq.broker.checkpoint import Checkpoint
@@ -21,7 +21,7 @@ from nsparq.broker.dead_letters import DeadLetters
 from nsparq.broker.delivery import Delivery
 from nsparq.broker.inflight import Run
 from nsparq.broker.lag import Lag
-from nsparq.broker.latency import Latency, summarize
+from nsparq.broker.latency import Latency
 from nsparq.broker.message_key import key_reader
 from nsparq.broker.ordering import Ordering
 from nsparq.broker.retries import Retries, refuse_cycle
@@ -416,45 +416,6 @@ class Channel:
         for client in [*self.clients]:
             client.close()
             self.remove_client(client)
-
-    # stats
-
-    def stats(self, include_clients: bool, now_ns: int) -> dict[str, Any]:
-        latency, depth = self.latency, self.depth
-        return {
-            "channel_name": self.name,
-            "depth": depth,
-            "backend_depth": self.backend_depth,
-            "in_flight_count": len(self.unfinished.in_flight),
-            "deferred_count": len(self.unfinished.deferred),
-            "message_count": self.message_count,
-            **self._local_counts(),
-            "requeue_count": self.requeue_count,
-            "timeout_count": self.timeout_count,
-            "client_count": len(self.clients),
-            "clients": [client.stats() for client in self.clients] if include_clients else None,
-            "paused": self.paused,
-            "e2e_processing_latency": summarize(
-                latency.percentiles if latency else (), [latency.buckets(now_ns)] if latency else []
-            ),
-            "dropped_count": self.dropped_count,
-            "dead_letter_count": self.dead_letters.count,
-            "expired_count": self.retries.expired_count,
-            "ordered_by": self.ordering.ordered_by,
-            "parked_count": len(self.unfinished.parked),
-            "owner": self.owner,
-            **self.lag.stats(now_ns, depth),
-        }
-
-    def _local_counts(self) -> dict[str, int]:
-        """Only with NSQ's experiment. NSQ leaves out counts of 0."""
-        if TOPOLOGY_AWARE not in self.topic.broker.options.enable_experiment:
-            return {}
-        names = ("zone_local_msg_count", "region_local_msg_count", "global_msg_count")
-        return {name: count for name, count in zip(names, self.delivery.counts, strict=True) if count}
-
-    def latency_parts(self, now_ns: int) -> list[Any]:
-        return [self.latency.buckets(now_ns)] if self.latency else []
 
     def __str__(self) -> str:
         return f"{self.topic.name}:{self.name}"

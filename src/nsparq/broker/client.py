@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nsparq.wire.identify import Identity
 from nsparq.wire.server import INIT
@@ -81,47 +81,3 @@ class Client:
     def capacity(self) -> int:
         """How many more messages the client may have. RDY limits how many are in flight."""
         return self.ready_count - self.in_flight if self.is_writable else 0
-
-    def stats(self, topic: str = "") -> dict[str, Any]:
-        """The client as NSQ's /stats shows it, keys in its order."""
-        identity = self.identity
-        counts = {name: n for name, n in self.publish_counts.items() if topic in ("", name)}
-        shown: dict[str, Any] = {
-            "client_id": identity.client_id,
-            "hostname": identity.hostname,
-            "version": "V2",
-            "remote_address": self.address,
-            "state": self.state,
-            "ready_count": self.ready_count,
-            "in_flight_count": self.in_flight,
-            "message_count": self.message_count,
-            "finish_count": self.finish_count,
-            "requeue_count": self.requeue_count,
-            "connect_ts": self.connect_s,
-            "sample_rate": identity.sample_rate,
-            "deflate": identity.deflate,
-            "snappy": identity.snappy,
-            "user_agent": identity.user_agent,
-            **_authorisation(self.grant),
-            "topology_zone": identity.topology_zone,
-            "topology_region": identity.topology_region,
-        }
-        if counts:
-            shown["pub_counts"] = [{"topic": name, "count": count} for name, count in counts.items()]
-        tls = self.tls
-        shown |= {
-            "tls": tls is not None,
-            "tls_cipher_suite": tls.cipher_suite if tls else "",
-            "tls_version": tls.version if tls else "",
-            "tls_negotiated_protocol": tls.negotiated_protocol if tls else "",
-            "tls_negotiated_protocol_is_mutual": tls is not None,
-        }
-        return shown
-
-
-def _authorisation(grant: Granted | None) -> dict[str, Any]:
-    """NSQ leaves out keys without a value."""
-    if grant is None:
-        return {}
-    named = {"auth_identity": grant.identity, "auth_identity_url": grant.identity_url}
-    return {"authed": True, **{key: value for key, value in named.items() if value}}

@@ -9,13 +9,12 @@ import logging
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nsparq.broker.channel import Channel
 from nsparq.broker.ephemeral import EphemeralBound
 from nsparq.broker.idempotence import Idempotence, load_producers
 from nsparq.broker.importer import let_import_count, undo_import
-from nsparq.broker.latency import summarize
 from nsparq.broker.observing import OBSERVED, channel_deleted
 from nsparq.broker.retries import refuse_cycle
 from nsparq.broker.settings import TopicSettings
@@ -425,27 +424,6 @@ class Topic:
     def backend_depth(self) -> int:
         start, memory_start = self.unseen_from, self.log.memory_start
         return min(self.depth, self.log.count(start, max(start, memory_start)))
-
-    def stats(self, channel: str, include_clients: bool, now_ns: int) -> dict[str, Any]:
-        names = sorted(self.channels) if not channel else [channel]
-        percentiles = self.broker.options.e2e_processing_latency_percentile
-        parts = [part for c in self.channels.values() for part in c.latency_parts(now_ns)]
-        return {
-            "topic_name": self.name,
-            "channels": [self.channels[name].stats(include_clients, now_ns) for name in names],
-            "depth": self.depth,
-            "backend_depth": self.backend_depth,
-            "message_count": self.message_count,
-            "message_bytes": self.message_bytes,
-            "paused": self.paused,
-            "e2e_processing_latency": summarize(percentiles, parts),
-            "dropped_count": self.dropped_count,
-            "corrupt_batches": self.log.corrupt_batches,
-            "corrupt_messages": self.log.corrupt_messages,
-            "corrupt_files": self.corrupt_files,
-            "log_bytes": self.log.size_bytes,
-            "repeated_count": 0 if self.idempotence is None else self.idempotence.repeated_count,
-        }
 
     def __str__(self) -> str:
         return self.name

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from nsparq.addresses import join_address, split_address
 from nsparq.broker.broker import Broker
 from nsparq.broker.channel import Channel
+from nsparq.broker.stats import topic_stats
 from nsparq.broker.topic import Topic
 from nsparq.names import is_ephemeral
 from nsparq.server.memory import memory_stats
@@ -103,11 +104,10 @@ class Statsd:
 
     async def _gather(self) -> list[bytes]:
         lines: list[bytes] = []
-        now_ns = self._broker.monotonic_ns()
         for count, name in enumerate(sorted(self._broker.topics)):
             topic = self._broker.topics.get(name)
             if topic is not None:
-                lines += self._lines.of_topic(topic, now_ns)
+                lines += self._lines.of_topic(topic)
             if count % TOPICS_PER_TURN == TOPICS_PER_TURN - 1:
                 await asyncio.sleep(0)
         if self._mem_stats:
@@ -165,11 +165,11 @@ class _Lines:
         self._last: WeakKeyDictionary[Topic | Channel, dict[str, int]] = WeakKeyDictionary()
         self._last_runs = 0
 
-    def of_topic(self, topic: Topic, now_ns: int) -> Iterator[bytes]:
+    def of_topic(self, topic: Topic) -> Iterator[bytes]:
         """The topic's lines, then those of its channels, sorted by name."""
         if self._is_excluded(topic.name):
             return
-        stats = topic.stats("", False, now_ns)
+        stats = topic_stats(topic)
         key = f"topic.{topic.name}."
         yield from self._counters(key, topic, stats, "message_count", "message_bytes")
         yield from self._gauges(key, stats, "depth", "backend_depth")

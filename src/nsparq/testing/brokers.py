@@ -229,7 +229,9 @@ class Broker(_Background):
 
     def stats(self, topic: str = "", channel: str = "") -> dict[str, Any]:
         """nsqd's /stats, as a dictionary."""
-        text = self._call(lambda: json.dumps(self._daemon.broker.stats(topic, channel)))
+        from nsparq.broker.stats import broker_stats
+
+        text = self._call(lambda: json.dumps(broker_stats(self._daemon.broker, topic, channel)))
         stats: dict[str, Any] = json.loads(text)
         return stats
 

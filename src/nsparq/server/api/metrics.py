@@ -9,6 +9,7 @@ import shutil
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, Final
 
+from nsparq.broker.stats import topic_stats
 from nsparq.http.api import Endpoint, Request, Response
 from nsparq.http.metrics import Exposition, add_process, number
 from nsparq.version import NSQ_VERSION, __version__
@@ -91,14 +92,13 @@ class MetricsApi:
     async def read(self, request: Request) -> Response:
         out = Exposition()
         await self._add_daemon(out)
-        now_ns = self._nsqd.broker.monotonic_ns()
         written = 0
         for topic in [*self._nsqd.broker.topics.values()]:
             if written >= SLICE:
                 written = 0
                 await asyncio.sleep(0)
             if not topic.is_exiting:
-                _add_topic(out, topic, now_ns)
+                _add_topic(out, topic)
                 written += 1 + len(topic.channels)
         return out.response()
 
@@ -147,8 +147,8 @@ def _add_lag(out: Exposition, lag: LoopLag) -> None:
     lines += [f"{name}_sum {number(lag.sum_s)}", f"{name}_count {total}"]
 
 
-def _add_topic(out: Exposition, topic: Topic, now_ns: int) -> None:
-    stats = topic.stats("", False, now_ns)
+def _add_topic(out: Exposition, topic: Topic) -> None:
+    stats = topic_stats(topic)
     labels = f'{{topic="{topic.name}"}}'
     _figures(out, "nsqd_topic", _TOPIC, stats, labels)
     _latency(out, "nsqd_topic", stats, f'topic="{topic.name}"')

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from nsparq.broker.stats import stats_in_slices
 from nsparq.http.api import JSON_TYPE, TEXT_TYPE, Endpoint, Param, Request, Response, Result, encode_json
 from nsparq.server.api.parameters import BOOLEAN, COUNT, INT, TEXT, fields, listed, obj
 from nsparq.server.api.stats_text import render_stats
@@ -147,7 +148,8 @@ class StatsApi:
         """In slices: the figures of ten thousand topics take long."""
         parameters = request.parameters
         stats: dict[str, Any] = {}
-        for _ in self._broker.stats_in_slices(
+        for _ in stats_in_slices(
+            self._broker,
             stats,
             parameters.get("topic", ""),
             parameters.get("channel", ""),
