@@ -44,8 +44,8 @@ def expand_command(template: str, data: Path, extra: list[str]) -> list[str]:
 
 def cpu_seconds(pid: int) -> float:
     """Processor time, its own and the system's for it, that a process has used so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
+    # Linux: the clock of a process is made of its id. /proc has only hundredths of a second.
+    return time.clock_gettime((~pid << 3) | 2)
 
 
 class External:

@@ -15,12 +15,13 @@ from typing import Any
 
 from benchmarks.macro.brokers import OURS
 from benchmarks.macro.http import HttpBroker
-from benchmarks.macro.loads import Figure
+from benchmarks.macro.loads import Figure, Figures
 from benchmarks.macro.report import Results, describe_machine, print_facts, print_table
 
 DEADLINE_S = 300.0
 BATCH = 1000
 SEGMENT = 4 << 20
+IN_LOG = "in the log"
 
 
 def ask(nsqd: HttpBroker, method: str, path: str, body: bytes | None = None) -> Any:
@@ -44,8 +45,8 @@ def stats(nsqd: HttpBroker, topic: str) -> Any:
     return ask(nsqd, "GET", f"/stats?format=json&topic={topic}")["topics"][0]["channels"][0]
 
 
-def measure(count: int, size: int, is_gone: bool) -> float:
-    """Messages put back per second."""
+def measure(count: int, size: int, kind: str) -> Figures:
+    is_gone = kind != IN_LOG
     with HttpBroker(OURS, [f"--max-bytes-per-file={SEGMENT}"], None) as nsqd:
         ask(nsqd, "POST", "/topic/create?topic=t")
         ask(nsqd, "POST", "/channel/create?topic=t&channel=c")
@@ -63,12 +64,17 @@ def measure(count: int, size: int, is_gone: bool) -> float:
             first = ask(nsqd, "GET", "/topic/positions?topic=t")["latest"] - 7
             wait("removal", lambda: ask(nsqd, "GET", "/topic/positions?topic=t")["earliest"] >= first - BATCH)
         ask(nsqd, "PUT", settings, b'{"policy": null}')
+        used = nsqd.cpu_seconds()
         ask(nsqd, "POST", "/dead_letters/redrive?topic=t.dead&origin_topic=t&text=xx")
         path = "/dead_letters/redrive?topic=t.dead"
         done = wait("redrive", lambda: (p := ask(nsqd, "GET", path))["state"] == "finished" and p)
         if done["redriven"] < count or stats(nsqd, "t")["depth"] < count:
             raise AssertionError(f"not all letters were put back: {done}")
-        return float(count / (done["ended"] - done["began"]) * 1e9)
+        rate, used = count / (done["ended"] - done["began"]) * 1e9, nsqd.cpu_seconds() - used
+        return {
+            f"redrive, {kind}": Figure(rate, "msg/s"),
+            f"redrive, {kind}, broker CPU": Figure(used / count * 1e6, "us"),
+        }
 
 
 def main() -> int:
@@ -81,9 +87,8 @@ def main() -> int:
     print_facts([*facts, *describe_machine({}).items()])
     results = Results()
     for _ in range(options.rounds):
-        for kind in ("in the log", "gone from the log"):
-            rate = measure(options.messages, options.size, kind != "in the log")
-            results.add("ours", {f"redrive, {kind}": Figure(rate, "messages/s")})
+        for kind in (IN_LOG, "gone from the log"):
+            results.add("ours", measure(options.messages, options.size, kind))
     print_table(results)
     return 0
 

@@ -14,6 +14,9 @@ from functools import partial
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+import numpy.typing as npt
+
 from nsparq.storage.batch import Batch, mark_of
 from nsparq.storage.carried import CARRY_SUFFIX, CarriedFile, CarriedInMemory, Places
 from nsparq.storage.log import Log
@@ -81,8 +84,8 @@ class CarriedOver:
         """Whether a thread is writing the file."""
         self.before = 0
         """All unfinished messages below this number are carried over."""
-        self._named: set[int] = set()
-        """Carried-over messages that the checkpoint on disk names. They stay until it does not name
+        self._named: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
+        """Messages that the checkpoint on disk names. Carried-over ones stay until it does not name
         them: so a message that it names and that is nowhere is certainly lost."""
         self._to_carry: list[int] = []
         """In memory: messages still to be copied, the oldest last. Some may be finished meanwhile;
@@ -104,8 +107,7 @@ class CarriedOver:
 
     def note_named(self, state: ChannelState) -> None:
         """Note the messages that the checkpoint on disk names."""
-        kept = self.store.kept
-        self._named = kept.keys() & state.sequences.tolist() if kept else set()
+        self._named = state.sequences
 
     def begin(self, segments: list[Segment]) -> CarryJob | None:
         """Choose messages of these segments to be copied: some at a time, and none of a segment
@@ -174,7 +176,8 @@ class CarriedOver:
             finished = store.kept.keys() - unfinished.deferred.due_ns.keys()
             finished.difference_update(unfinished.requeued, unfinished.parked)
             finished.difference_update(unfinished.in_flight, unfinished.given_up, unfinished.redriven)
-            finished -= self._named
+            if finished:
+                finished.difference_update(self._named.tolist())
             store.drop(finished)
         if not isinstance(store, CarriedFile) or self.is_running:
             return None

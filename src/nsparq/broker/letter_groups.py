@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nsparq.broker.letters import Letter, Origin, Part
-from nsparq.broker.redrive import STATES
+from nsparq.broker.redrive_choice import STATES
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class LetterGroup:
     examples: deque[tuple[Letter, str]]
     """The newest letters, with their states."""
     states: Counter[str] = field(default_factory=Counter)
-    """How many letters are in which state: see broker.redrive.STATES."""
+    """How many letters are in which state: see broker.redrive_choice.STATES."""
     first_ns: int = 0
     """When the oldest and the newest letter were given up."""
     last_ns: int = 0

@@ -143,8 +143,9 @@ def decode_letters(batch: RawBatch) -> list[Letter | None]:
     count = len(batch.lengths)
     letters: list[Letter | None] = [None] * count
     bodies, blocks = batch.bodies(), batch.blocks()
-    left = np.arange(count)
+    is_left = np.ones(count, np.bool_)
     for _ in range(MAX_EXAMPLES):
+        left = np.flatnonzero(is_left)
         if batch.headers is None or len(left) < MIN_ALIKE:
             break
         first = int(left[0])
@@ -153,19 +154,19 @@ def decode_letters(batch: RawBatch) -> list[Letter | None]:
             break
         example = _regular(found, batch.base + first, bodies[first], blocks[first])
         alike, columns = _find_alike(found, batch.headers, left)
-        own = len(found[0])
+        is_left[alike] = False
+        indexes, own = alike.tolist(), len(found[0])
         made = map(
             Letter,
             (batch.base + alike).tolist(),
             *columns,
-            [bodies[index] for index in alike.tolist()],
-            [blocks[index][:-own] for index in alike.tolist()],
+            [bodies[index] for index in indexes],
+            [blocks[index][:-own] for index in indexes],
             *map(repeat, example[_SHARED:]),
         )
-        for index, letter in zip(alike.tolist(), made, strict=True):
+        for index, letter in zip(indexes, made, strict=True):
             letters[index] = letter
-        left = np.setdiff1d(left, alike, assume_unique=True)
-    for index in left.tolist():
+    for index in np.flatnonzero(is_left).tolist():
         letters[index] = decode_letter(batch.base + index, bodies[index], blocks[index])
     return letters
 
@@ -178,7 +179,9 @@ def _find_alike(
     text = example[0]
     left = left[blocks.lengths[left] >= len(text)]
     starts = blocks.offsets()[left + 1] - len(text)
-    rows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(blocks.data, np.uint8), len(text))[starts]
+    # A row for each byte, which begins there.
+    shape = (len(blocks.data) - len(text) + 1, len(text))
+    rows = np.ndarray(shape, np.uint8, blocks.data, strides=(1, 1))[starts]
     is_alike = rows == np.frombuffer(text, np.uint8)
     columns = []
     for group, base in _DIFFERENT:
@@ -223,15 +226,15 @@ class LetterFilter:
             (topic, channel): self.origin_topic in ("", topic) and self.channel in ("", channel)
             for topic, channel in origins
         }
-        until_ns = self.until_ns or math.inf
-        text = self.text.encode(errors="surrogateescape")
+        since_ns, until_ns = self.since_ns, self.until_ns or math.inf
+        reason, text, field = self.reason, self.text.encode(errors="surrogateescape"), self.field
         return [
             letter is not None
             and takes[letter.origin]
-            and (not self.reason or letter.reason == self.reason)
-            and self.since_ns <= letter.given_up_ns < until_ns
+            and (not reason or letter.reason == reason)
+            and since_ns <= letter.given_up_ns < until_ns
             and text in letter.body
-            and (not self.field or self._has_value(letter.body))
+            and (not field or self._has_value(letter.body))
             for letter in letters
         ]
 

@@ -18,17 +18,13 @@ import logging
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-import numpy.typing as npt
-
-from nsparq.broker.letters import Letter, LetterFilter, OfOrigin, Origin, Part, locate_letters, read_letters
+from nsparq.broker.letters import LetterFilter, Part, locate_letters, read_letters
+from nsparq.broker.redrive_choice import Chosen, choose
 from nsparq.errors import NsparqError
 from nsparq.storage.checked_json import encode_json, read_json
-from nsparq.storage.number_ranges import NumberRanges
 
 if TYPE_CHECKING:
     from nsparq.broker.broker import Broker
@@ -51,98 +47,9 @@ RUNNING: Final = "running"
 FINISHED: Final = "finished"
 CANCELLED: Final = "cancelled"
 
-READY: Final = "ready"
-REDRIVEN: Final = "redriven"
-NO_CHANNEL: Final = "no_channel"
-NOT_KEPT: Final = "not_kept"
-OWNED: Final = "owned"
-UNFINISHED: Final = "unfinished"
-EXPIRED: Final = "expired"
-STATES: Final = (READY, REDRIVEN, NO_CHANNEL, NOT_KEPT, OWNED, UNFINISHED, EXPIRED)
-"""What can become of a letter: READY can be put back, and the others cannot. Its channel is gone,
-ephemeral, or of a Spark query; or the channel still has the message; or it would expire at once."""
-
-_Indexes = npt.NDArray[np.int64]
-
 
 class RedriveRunning(NsparqError):
     """The topic has a redrive that has not ended."""
-
-
-def states_of(broker: Broker, name: str, origin: Origin, letters: list[Letter]) -> _Indexes:
-    """The state of each letter of topic `name` that came from `origin`, as an index into STATES."""
-    topic = broker.topics.get(origin[0])
-    channel = topic.channels.get(origin[1]) if topic is not None else None
-    for state, applies in (
-        (NO_CHANNEL, channel is None),
-        (NOT_KEPT, channel is not None and not channel.is_durable),
-        (OWNED, channel is not None and channel.owner != ""),
-    ):
-        if applies:
-            return np.full(len(letters), STATES.index(state))
-    assert channel is not None
-    numbers, sequences, stamps = (
-        np.fromiter(map(itemgetter(column), letters), np.int64, len(letters)) for column in range(3)
-    )
-    found = np.zeros(len(letters), np.int64)
-    policy = channel.retries.policy
-    if policy is not None and policy.expire_after:
-        is_old = stamps < broker.age_ns() - int(policy.expire_after * 1e9)
-        found[is_old] = STATES.index(EXPIRED)
-    found[_are_unfinished(channel, sequences)] = STATES.index(UNFINISHED)
-    if (redriven := channel.dead_letters.redriven.get(name)) is not None:
-        found[redriven.holds(numbers)] = STATES.index(REDRIVEN)
-    # Of several letters of a message, only the first can be put back.
-    ready = np.flatnonzero(found == STATES.index(READY))
-    firsts = np.unique(sequences[ready], return_index=True)[1]
-    found[np.delete(ready, firsts)] = STATES.index(UNFINISHED)
-    return found
-
-
-def _are_unfinished(channel: Channel, sequences: _Indexes) -> npt.NDArray[np.bool_]:
-    """Which messages the channel still has, or will deliver."""
-    found = sequences >= channel.cursor.position
-    for low, high in channel.cursor.skips.ranges:
-        found &= ~((low <= sequences) & (sequences < high))
-    waiting = set(sequences.tolist()).intersection(channel.unfinished)
-    if waiting:
-        found |= np.isin(sequences, np.fromiter(waiting, np.int64))
-    return found
-
-
-@dataclass(slots=True, eq=False)
-class Chosen:
-    """Letters of a part that go back to one channel."""
-
-    channel: Channel
-    origin: Origin
-    letters: list[Letter]
-    left_out: list[int]
-    """Numbers of the channel's other letters in the part."""
-    gone: list[Letter] = field(default_factory=list)
-    """Those whose messages the log does not have any more."""
-    carrying: CarryJob | None = None
-
-    def gone_from_log(self) -> list[Letter]:
-        """Letters whose messages the log does not have any more."""
-        log = self.channel.topic.log
-        numbers = np.array([letter.sequence for letter in self.letters], np.int64)
-        is_gone = numbers < log.start
-        for low, high in log.gaps.ranges:
-            is_gone |= (low <= numbers) & (numbers < high)
-        return [self.letters[index] for index in np.flatnonzero(is_gone).tolist()]
-
-    def add(self, name: str, part: Part, log_start: int) -> None:
-        """Count the messages as unfinished, and record their letters. A range ends where a letter
-        of the channel was left out; letters of other channels do not end it."""
-        unfinished, letters = self.channel.unfinished, self.channel.dead_letters
-        unfinished.redriven += [letter.sequence for letter in self.letters]
-        numbers = np.array([letter.number for letter in self.letters], np.int64)
-        bounds = np.array([part.start - 1, *sorted(self.left_out), part.next], np.int64)
-        after = np.unique(np.searchsorted(bounds, numbers))
-        known = letters.redriven.get(name, NumberRanges()).without_before(log_start)
-        # A new value: a checkpoint may be reading the old one.
-        letters.redriven = {**letters.redriven, name: known.with_ranges(bounds[after - 1] + 1, bounds[after])}
 
 
 @dataclass(slots=True)
@@ -278,13 +185,12 @@ class Redrive:
         chosen: list[Chosen] = []
         for origin, found in part.origins.items():
             if found.matching:
-                one = self._choose_of(origin, found, skipped)
+                one = choose(self._broker, self._topic.name, origin, found, skipped)
                 chosen += [] if one is None else [one]
         for one in chosen:
             if len(one.channel.unfinished.requeued) >= MAX_WAITING:
                 self._crowded, self._is_busy = one.channel, False
                 return
-            one.gone = one.gone_from_log()
             if one.channel.unfinished.redriven or (one.gone and one.channel.carried_over.is_running):
                 self._is_busy = False
                 self.waits_for = f"{one.channel} is busy"
@@ -307,23 +213,6 @@ class Redrive:
         else:
             done()
 
-    def _choose_of(self, origin: Origin, found: OfOrigin, skipped: Counter[str]) -> Chosen | None:
-        states = states_of(self._broker, self._topic.name, origin, found.matching)
-        ready = states == STATES.index(READY)
-        for index, count in enumerate(np.bincount(states, minlength=len(STATES)).tolist()):
-            if count and STATES[index] != READY:
-                skipped[STATES[index]] += count
-        if not ready.any():
-            return None
-        channel = self._broker.topics[origin[0]].channels[origin[1]]
-        if ready.all():
-            return Chosen(channel, origin, found.matching, found.others)
-        # Those put back before are in a range already, and do not end the new one.
-        is_left_out = ~ready & (states != STATES.index(REDRIVEN))
-        left_out = [found.matching[index].number for index in np.flatnonzero(is_left_out).tolist()]
-        letters = [found.matching[index] for index in np.flatnonzero(ready).tolist()]
-        return Chosen(channel, origin, letters, found.others + left_out)
-
     def _carried(self, part: Part, chosen: list[Chosen], skipped: Counter[str]) -> None:
         """The channels have the messages. Count them as unfinished, and write the states."""
         failed: OSError | None = None
@@ -337,12 +226,16 @@ class Redrive:
             return
         if not self._may_work():
             return
-        if any(one.carrying is not None for one in chosen) and self._has_changed(chosen):
+        name = self._topic.name
+        if any(one.carrying is not None for one in chosen) and any(
+            one.has_changed(self._broker, name) for one in chosen
+        ):
+            # The part is to be done again.
             self._is_busy = False
             self.proceed()
             return
         for one in chosen:
-            one.add(self._topic.name, part, self._topic.log.start)
+            one.add(name, part, self._topic.log.start)
         self._saving = {one.channel for one in chosen}
         progress = self.progress
         progress.letters += part.letters
@@ -357,14 +250,6 @@ class Redrive:
             self._save(one.channel)
         if not chosen:
             self._part_done()
-
-    def _has_changed(self, chosen: list[Chosen]) -> bool:
-        """Whether a letter cannot be put back any more, because of a seek or a deletion while the
-        messages were written. Then the part is to be done again."""
-        return any(
-            one.channel.is_exiting or states_of(self._broker, self._topic.name, one.origin, one.letters).any()
-            for one in chosen
-        )
 
     def _save(self, channel: Channel) -> None:
         if channel.is_exiting:

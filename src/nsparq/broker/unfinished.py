@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from heapq import nsmallest
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -210,7 +210,7 @@ class Unfinished:
             flying = [*singles, *chain.from_iterable(sequences for _, sequences in longer)]
             numbers = [run.attempts for run in singles.values()]
             numbers += [number for number, sequences in longer for _ in sequences]
-            numbers += [attempts.get(one, 0) for one in waiting]
+            numbers += map(attempts.get, waiting, repeat(0))
             due = np.zeros(len(numbers), np.int64)
             due[len(numbers) - len(due_ns) :] = due_ns
             sequences = flying + waiting

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from pathlib import Path
 
 from nsparq.errors import CorruptBatch
@@ -89,17 +90,13 @@ class CarriedFile:
 
     def write_encoded(self, messages: Iterable[tuple[int, bytes]]) -> Places:
         """The same as write(), for messages that are encoded, with their numbers."""
-        pieces = []
-        places = {}
-        position = self._size
-        for sequence, encoded in messages:
-            places[sequence] = (position, len(encoded))
-            position += len(encoded)
-            pieces.append(encoded)
+        encoded = dict(messages)
         with self._files.opened(self._path) as fd:
-            self._files.write(fd, [b"".join(pieces)], self._size)
+            self._files.write(fd, [b"".join(encoded.values())], self._size)
             self._files.sync(fd)
-        return places
+        sizes = [*map(len, encoded.values())]
+        places = zip(accumulate(sizes, initial=self._size), sizes, strict=False)
+        return dict(zip(encoded, places, strict=True))
 
     def accept(self, places: Places) -> None:
         """Count messages as carried over: they are on disk, and their segments may be removed."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.broker.letter_groups import LetterGroup, LetterGroups
 from nsparq.broker.letters import Letter, LetterFilter, Origin, locate_letters, read_letters
-from nsparq.broker.redrive import CANCELLED, FINISHED, RUNNING, STATES, Redrive, RedriveRunning, states_of
+from nsparq.broker.redrive import CANCELLED, FINISHED, RUNNING, Redrive, RedriveRunning
+from nsparq.broker.redrive_choice import STATES, Columns, states_of
 from nsparq.headers import decode_headers
 from nsparq.http.api import ApiError, Endpoint, Param, Request, Result
 from nsparq.server.api.parameters import (
@@ -178,7 +179,7 @@ class DeadLettersApi:
                 ranges = locate_letters(topic, position, end, PART_BYTES)
                 part = await self._nsqd.in_disk_thread(partial(read_letters, ranges, position, end, wanted))
                 states = {
-                    origin: states_of(self._broker, topic.name, origin, found.matching)
+                    origin: states_of(self._broker, topic.name, origin, Columns.of(found.matching))
                     for origin, found in part.origins.items()
                     if found.matching
                 }
