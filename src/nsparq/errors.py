@@ -11,7 +11,7 @@ NsparqError
 ├── StorageError         logged; a client sees only that its publish failed
 │   ├── WriteFailed      the disk refused an append (full, I/O error); nothing of it is kept
 │   ├── TooFewReplicas   fewer nodes than --min-in-sync have a copy; nothing is kept
-│   ├── SyncFailed       an fsync failed; the messages may be delivered, and may be lost
+│   ├── SyncFailed       an fsync failed; the messages may be delivered or lost
 │   ├── CorruptBatch     bytes on disk that differ from what was written
 │   ├── CorruptRange     storage.raw_batch: bytes of a range that are not valid batches
 │   ├── OffsetGone       storage.log_range: the log no longer has this sequence number
@@ -136,7 +136,7 @@ class SyncFailed(StorageError):
     """The messages are in the log and may be delivered, but may not be on disk."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"fsync failed: {reason}; the message may be delivered, and may be lost")
+        super().__init__(f"fsync failed: {reason}; the message may be delivered or lost")
 
 
 class CorruptBatch(StorageError):

@@ -190,7 +190,7 @@ class NsqdOptions:
     )
     producer_window_count: int = opt(
         1_000_000,
-        "how many of its last messages in a topic are known of an idempotent producer; at least this many",
+        "minimum number of an idempotent producer's latest messages that nsqd remembers per topic",
         INT,
         bound="positive",
     )
@@ -275,14 +275,14 @@ class NsqdOptions:
     )
     min_in_sync: int = opt(
         1,
-        "refuse publishes while fewer nodes, the primary among them, have everything that was acknowledged",
+        "refuse publishes while fewer nodes, including the primary, have every acknowledged message",
         INT,
         bound="positive",
     )
 
     queue_scan_worker_pool_max: int = opt(
         4,
-        "limit of workers that find timed-out and due messages",
+        "maximum number of workers that look for timed-out and due messages",
         INT,
         heading="Queue scan",
         bound="positive",
@@ -335,7 +335,7 @@ class NsqdOptions:
         0.25, "output buffer timeout of a client that requests none", DURATION, bound="positive"
     )
     max_channel_consumers: int = opt(
-        0, "limit of clients per channel; 0 means no limit", INT, bound="not negative"
+        0, "maximum number of clients per channel; 0 means no limit", INT, bound="not negative"
     )
 
     e2e_processing_latency_percentile: tuple[float, ...] = opt(

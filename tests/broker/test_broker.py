@@ -1088,7 +1088,7 @@ def test_the_files_of_a_deleted_channel_that_stay_are_reported(rig: Rig, caplog:
     rig.channel()
     rig.files.fail("unlink", "c.channel", errno.EIO)
     rig.topic().delete_channel("c")
-    assert "t:c: its files stay, and the next start finds it again: [Errno 5]" in caplog.text
+    assert "t:c: cannot remove its files, so the next start will find it again: [Errno 5]" in caplog.text
 
 
 def test_the_files_of_a_deleted_channel_go_after_the_metadata_and_not_those_of_its_successor(

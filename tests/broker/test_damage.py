@@ -280,7 +280,7 @@ def test_a_bad_nsqd_dat_is_kept_aside_and_loses_nothing(
     (rig.data_path / "nsqd.dat").write_bytes(content)
     rig.start()
     assert (rig.data_path / "nsqd.dat.bad").read_bytes() == content
-    assert "nsqd.dat cannot be understood" in caplog.text
+    assert "kept as nsqd.dat.bad" in caplog.text
     assert broker_stats(rig.broker)["corrupt_files"] == 1
     assert drain(rig) == {b"x"}
     rig.restart()

@@ -505,7 +505,7 @@ def test_an_import_survives_one_crash_after_another(
     rig = start()
     assert rig.channel("b").depth == 26
     assert drained(rig, "b") == of(go_messages(15, "b") + go_messages(10, "topic") + [GoMessage(b"last")])
-    assert sum("begins anew" in text for text in warnings(caplog)) == 5
+    assert sum("it starts again" in text for text in warnings(caplog)) == 5
 
 
 def test_a_crash_while_importing_one_topic_keeps_the_others_imported(

@@ -146,7 +146,7 @@ def test_unknown_stored_settings_do_not_lose_the_topic(
     rig.start()
     assert rig.topic().settings == TopicSettings()
     assert counts(rig.channel()) == (1, 0, 0)
-    assert "settings cannot be understood" in caplog.text
+    assert "settings are invalid" in caplog.text
 
 
 # durability

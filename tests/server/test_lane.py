@@ -476,7 +476,7 @@ def test_without_free_descriptors_publishers_work_without_a_lane(
         for _ in range(3 * JOIN_AFTER):
             await peer.publish(b"x")
         assert len(stage.nsqd.lanes) == 0
-        assert "t: publishers are read from one by one: [Errno 24] Too many open files" in caplog.text
+        assert "t: reading from publishers one by one: [Errno 24] Too many open files" in caplog.text
 
     real = select.epoll
 

@@ -79,7 +79,7 @@ def test_a_damaged_topic_state_is_reported_and_ignored(
     (tmp_path / TOPIC_FILE).write_bytes(content)
     assert read_topic_state(Files(), tmp_path) is None
     assert "is damaged" in caplog.text
-    assert "the topic keeps its log" in caplog.text
+    assert "every message of its log" in caplog.text
 
 
 def figures(state: TopicState) -> tuple[object, ...]:

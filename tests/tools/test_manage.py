@@ -40,7 +40,7 @@ def test_empty_and_delete_need_yes_if_nobody_can_answer(broker: TestBroker, topi
     ):
         done = run_tool("main", command, topic, "c", address)
         assert done.status == 1
-        assert done.err == f"nsparq {command}: {question} Nobody is there to answer: add --yes\n"
+        assert done.err == f"nsparq {command}: {question} There is no terminal to ask on: add --yes\n"
     assert broker.channel_stats(topic, "c")["depth"] == 2  # type: ignore[index]
     assert run_tool("main", "empty", topic, "c", address, "--yes").status == 0
     assert broker.channel_stats(topic, "c")["depth"] == 0  # type: ignore[index]

@@ -204,7 +204,7 @@ class Nsqadmin:
                     "webhook fails",
                     f"{webhook.host}: {webhook.error}; {webhook.waiting:,} events wait, "
                     f"{webhook.dropped:,} were dropped",
-                    "Nobody is told of new problems until it works again.",
+                    "No event is delivered until it works again.",
                 )
         if self.history_file is not None and self.history_file.error:
             yield Problem(

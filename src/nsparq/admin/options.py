@@ -64,12 +64,14 @@ class NsqadminOptions:
 
     http_client_connect_timeout: float = opt(
         2.0,
-        "timeout to connect to an nsqlookupd, an nsqd or graphite",
+        "time limit to connect to an nsqlookupd, an nsqd or graphite",
         DURATION,
         heading="Requests to daemons",
         bound="positive",
     )
-    http_client_request_timeout: float = opt(5.0, "timeout for a whole answer", DURATION, bound="positive")
+    http_client_request_timeout: float = opt(
+        5.0, "time limit for a whole response", DURATION, bound="positive"
+    )
     http_client_tls_insecure_skip_verify: bool = opt(
         False, "do not check the certificates of nsqds with HTTPS", BOOL
     )
@@ -77,7 +79,7 @@ class NsqadminOptions:
         "", "PEM file with the authorities to trust (empty: those of the system)", STRING
     )
     http_client_tls_cert: str = opt("", "PEM file with nsqadmin's own certificate", STRING)
-    http_client_tls_key: str = opt("", "PEM file with its key", STRING)
+    http_client_tls_key: str = opt("", "PEM file with the key of that certificate", STRING)
     auth_secret: str = opt(
         "",
         "secret for nsqds that protect their HTTP API with a policy file; better set in the config file. It "
@@ -148,11 +150,13 @@ class NsqadminOptions:
     )
     history_path: str = opt(
         "",
-        "file that keeps the history, at most of that size, over restarts (empty: none); written every five "
-        "minutes and at a stop",
+        "file in which the history survives restarts, at most as large as `--history-memory` (empty: none); "
+        "written every five minutes and at a stop",
         STRING,
     )
-    history_clients: int = opt(2000, "clients with a history for charts", INT, bound="not negative")
+    history_clients: int = opt(
+        2000, "maximum number of clients with a history for charts", INT, bound="not negative"
+    )
 
     graphite_url: str = opt(
         "",
@@ -161,10 +165,12 @@ class NsqadminOptions:
         heading="Graphite",
     )
     proxy_graphite: bool = opt(False, "forward `/render` to graphite", BOOL)
-    statsd_prefix: str = opt("nsq.%s", "as given to nsqd; for `/api/graphite` callers", STRING)
+    statsd_prefix: str = opt(
+        "nsq.%s", "the `--statsd-prefix` of nsqd, for callers of `/api/graphite`", STRING
+    )
     statsd_counter_format: str = opt("stats.counters.%s.count", "how statsd names counters", STRING)
     statsd_gauge_format: str = opt("stats.gauges.%s", "how statsd names gauges", STRING)
-    statsd_interval: float = opt(60.0, "as given to nsqd", DURATION, bound="positive")
+    statsd_interval: float = opt(60.0, "the `--statsd-interval` of nsqd", DURATION, bound="positive")
     dev_static_dir: str = opt("", "serve the static files of the pages from this directory", STRING)
 
     def validate(self) -> None:

@@ -189,7 +189,7 @@ class Broker:
             self.corrupt_files += 1
             self.files.rename(path, path.with_name(BAD_FILE_NAME))
             logger.error(
-                "%s cannot be understood (%s): kept as %s; the directories of the topics say what there is",
+                "cannot parse %s (%s): it is kept as %s, and the directories of the topics are used instead",
                 path, error, BAD_FILE_NAME,
             )  # fmt: skip
             return Metadata([])
@@ -236,7 +236,7 @@ class Broker:
         if not failed and not self.data_path.leave_clean_stop(run_each):
             self._make_room()
             if not self.data_path.leave_clean_stop(run_each):
-                logger.error("the next start takes this stop for a crash")
+                logger.error("the next start will treat this stop as a crash")
         lost = [f"{what} ({error})" for failures in failed.values() for what, error in failures]
         for line in lost:
             logger.error("not kept: %s", line)

@@ -42,7 +42,8 @@ class AgeClock:
         if ahead_ns > STEP_NS:
             if abs(ahead_ns - self._ahead_ns) > STEP_NS:
                 logger.warning(
-                    "the clock was set forward by %.0f s: retention uses it in an hour", ahead_ns / 1e9
+                    "the clock was set forward by %.0f s: retention will use the new time in an hour",
+                    ahead_ns / 1e9,
                 )
                 self._ahead_ns, self._ahead_since_ns = ahead_ns, monotonic_ns
             if monotonic_ns - self._ahead_since_ns < CONFIRM_NS:

@@ -202,7 +202,7 @@ class Idempotence:
             position = int(fields["position"])
         except (ValueError, TypeError, KeyError) as error:
             topic.corrupt_files += 1
-            logger.error("%s is damaged (%s): the log tells which messages are repeated", path, error)
+            logger.error("%s is damaged (%s): repeats are found in the log instead", path, error)
             producers = []
             window_ns = round(topic.broker.options.producer_window_time * 1e9)
             position = log.search_time(now_ns - window_ns).run()

@@ -117,7 +117,7 @@ def let_import_count(topic: Topic) -> None:
 
 def undo_import(topic: Topic, log: Log, start: int, states: Iterable[ChannelState]) -> None:
     """Hide the messages of an import that was not finished: it begins anew."""
-    logger.warning("%s: an import from NSQ was interrupted, and begins anew", topic)
+    logger.warning("%s: an import from NSQ was interrupted; it starts again", topic)
     log.gaps.add(start, log.end)
     for state in states:
         state.drop_from(start)

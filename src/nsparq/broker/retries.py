@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 MAX_EXPIRED: Final = 1000
 """Expired messages that wait to become dead letters at a time."""
 EXPIRY_CHECK_NS: Final = 100_000_000
-"""Longest time between two looks at the oldest message of a channel that delivers. A message behind
+"""Longest time between two checks of the oldest message of a channel that delivers. A message behind
 it is older only if the wall clock was set back."""
 
 
@@ -138,7 +138,7 @@ class Retries:
         try:
             self.own_policy = None if stored is None else parse_policy(stored, self._channel.topic.name)
         except ValueError as error:
-            logger.error("%s: its policy cannot be understood and is not applied: %s", self._channel, error)
+            logger.error("%s: its delivery policy is invalid and is not applied: %s", self._channel, error)
         self.policy_changed()
 
 

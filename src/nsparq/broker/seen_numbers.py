@@ -67,7 +67,7 @@ class Producer:
             raise NumberRefused(
                 "NUMBER_TOO_OLD",
                 f"number {number} of producer {self.name} is before the window, which begins at "
-                f"{self.floor}: nobody knows whether the message was stored",
+                f"{self.floor}: nsqd no longer knows whether the message was stored",
             )
 
     def add(self, number: int) -> bool:

@@ -279,7 +279,9 @@ class Topic:
             if self.is_synchronous and self.directory is not None:
                 self.broker.changes.sync_soon(self.directory)
         except OSError as error:
-            logger.error("%s: its files stay, and the next start finds it again: %s", channel, error)
+            logger.error(
+                "%s: cannot remove its files, so the next start will find it again: %s", channel, error
+            )
 
     def _end_channel(self, channel: Channel) -> None:
         del self.channels[channel.name]
@@ -378,7 +380,7 @@ class Topic:
         try:
             self._apply(self.settings.changed(stored, self.name))
         except ValueError as error:
-            logger.error("%s: its settings cannot be understood, the flags apply: %s", self, error)
+            logger.error("%s: its settings are invalid, so the flags apply: %s", self, error)
 
     def delete(self) -> None:
         """Delete the topic with its channels and messages."""

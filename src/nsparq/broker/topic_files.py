@@ -95,7 +95,7 @@ def _compare(files: Files, directory: Path, name: str, found: FoundTopic) -> Non
             found.channels[channel] = None
     if found.state is not None and found.state.incarnation != found.incarnation:
         logger.error(
-            "%s: %s belongs to another log: the topic keeps its log, from the start", name, TOPIC_FILE
+            "%s: %s belongs to another log: the topic starts with every message of its log", name, TOPIC_FILE
         )
         found.state = None
     found.corrupt_files += sum(state is None for state in found.channels.values())

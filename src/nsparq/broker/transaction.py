@@ -304,7 +304,7 @@ def read_record(broker: Broker, path: Path, subject: str) -> dict[str, Any] | No
     try:
         fields = read_json(broker.files, path)
         if fields is not None and fields.pop("about", subject) != subject:
-            raise ValueError("it is about another")
+            raise ValueError("it belongs to another transaction")
     except ValueError as error:
         broker.corrupt_files += 1
         logger.error("%s is damaged and ignored: %s", path, error)

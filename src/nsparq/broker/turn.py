@@ -155,7 +155,7 @@ class Turn:
                     if topic.bound is not None:
                         topic.bound.apply()
                 except Exception:
-                    logger.exception("%s: internal error while bounding its memory", topic)
+                    logger.exception("%s: internal error while limiting its memory", topic)
             if memory.size_bytes > memory.limit_bytes:
                 bound_memory(broker.topics, memory)
         finally:
@@ -321,7 +321,7 @@ class Publishing:
         if not topic.is_synchronous or topic.is_ephemeral:
             self._confirm([done])
         elif topic.log.doubtful:
-            self._answer([done], SyncFailed("an earlier one did"))
+            self._answer([done], SyncFailed("an earlier fsync failed"))
         else:
             self._await_sync([done], [])
 

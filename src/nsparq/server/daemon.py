@@ -309,7 +309,7 @@ class Nsqd:
         await asyncio.sleep(0)
         lost = self.broker.close(_run_in_threads)
         if lost:
-            raise StopError(f"stopped, but could not keep everything: {'; '.join(lost[:LOST_SHOWN])}")
+            raise StopError(f"stopped, but could not save everything: {'; '.join(lost[:LOST_SHOWN])}")
         logger.info("NSQ: bye")
 
     async def _wait_for_clients(self) -> None:
@@ -332,7 +332,7 @@ class Nsqd:
                 self._tls_context = from_flags.tls_context_of(self.options)
                 logger.info("SIGHUP: certificates reloaded")
             except StartError as error:
-                logger.error("SIGHUP: the certificates stay as they were: %s", error)
+                logger.error("SIGHUP: keeping the old certificates: %s", error)
         if self.authenticator is not None:
             self.authenticator.reload()
             for connection in [*self.connections]:

@@ -71,7 +71,7 @@ class Discovery:
             answer = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
             found = json.loads(answer.body)["channels"] if answer.status == 200 else []
             if not isinstance(found, list):
-                raise TypeError("no list of channels")
+                raise TypeError("the response has no list of channels")
             return [name for name in found if isinstance(name, str)]
         except (FetchError, ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("TOPIC(%s): cannot ask %s for channels: %s", topic, address, error)

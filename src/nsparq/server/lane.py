@@ -87,7 +87,7 @@ class Lanes:
                 lane = Lane(self._nsqd, topic, has_headers=has_headers)
             lane.join(connection)
         except OSError as error:
-            logger.warning("%s: publishers are read from one by one: %s", topic, error)
+            logger.warning("%s: reading from publishers one by one: %s", topic, error)
             return None
         self._lanes[topic, has_headers] = lane
         self._nsqd.broker.next_turn.should_wait = self.are_filling

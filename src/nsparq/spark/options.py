@@ -167,7 +167,7 @@ class NsqOptions:
     min_rows_per_trigger: int | None = opt(
         COUNT,
         None,
-        "a micro-batch waits for so many rows, up to `maxTriggerDelay`. The first one of a run does not "
+        "a micro-batch waits for this many rows, up to `maxTriggerDelay`. The first one of a run does not "
         "wait, nor do those of the triggers `availableNow` and `once`",
         {Use.LOG_STREAM, *QUEUE},
     )

@@ -41,7 +41,7 @@ def _decode_json(line: bytes) -> dict[str, Any]:
         if fields.pop("crc") != crc_of(fields):
             raise ValueError("checksum mismatch")
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError("not what was written") from error
+        raise ValueError("unexpected content") from error
     return fields
 
 

@@ -110,7 +110,7 @@ class SegmentIndex:
             (found,) = _MARK.unpack_from(body)
             body = body[_MARK.size :]
             if found and mark and found != mark:
-                raise ValueError("of another log")
+                raise ValueError("from another log")
         entries = fields[5]
         index = cls()
         index._sequences.frombytes(body[: 8 * entries])

@@ -197,4 +197,8 @@ def write_index(segment: Segment) -> None:
     try:
         segment.write_index()
     except OSError as error:
-        logger.warning("%s: has no index, the next start reads all of it: %s", segment.path.name, error)
+        logger.warning(
+            "%s: cannot write its index, so the next start will read the whole segment: %s",
+            segment.path.name,
+            error,
+        )

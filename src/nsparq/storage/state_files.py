@@ -90,12 +90,12 @@ def read_topic_state(files: Files, directory: Path) -> TopicState | None:
     try:
         fields = read_json(files, path)
         if fields is None:
-            logger.error("%s is missing: the topic keeps its log, from the start", path)
+            logger.error("%s is missing: the topic starts with every message of its log", path)
             return None
         fields["gaps"] = [(int(a), int(b)) for a, b in fields["gaps"]]
         return TopicState(**fields)
     except (ValueError, TypeError, KeyError) as error:
-        logger.error("%s is damaged (%s): the topic keeps its log, from the start", path, error)
+        logger.error("%s is damaged (%s): the topic starts with every message of its log", path, error)
         return None
 
 

@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--generated",
         action="store_true",
-        help="it is a long random secret, not a password: use the fast hash, without a name in front",
+        help="the secret is long and random, not a password: use the fast hash, without a name in front",
     )
     command.set_defaults(run=hash_secret)
     command = commands.add_parser("check", help="check a policy file and print what it permits")

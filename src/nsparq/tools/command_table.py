@@ -161,7 +161,7 @@ class CommandTable(ToolTable[T]):
 
     def section(self) -> str:
         lines = [f"## {self.program}", "", self.about_block, "", "```sh", *self.examples, "```"]
-        rows = [table_row(option).replace("| `--", "| word or `--", 1) for option in self.words]
+        rows = [table_row(option).replace("| `--", "| argument or `--", 1) for option in self.words]
         rows += [table_row(option) for option in self.options if option not in self.words]
         lines += ["", "| flag | default | meaning |", "| --- | --- | --- |", *rows]
         return "\n".join([*lines, ""])

@@ -43,7 +43,7 @@ class DeadLetterFlags(SourceFlags):
     until: str = opt("", "only letters given up before then", STRING)
     text: str = opt("", "only messages that contain this text", STRING)
     field: str = opt("", "only JSON messages with a value at this JSON pointer, such as /customer/id", STRING)
-    value: str = opt("", "only if the value there is this", STRING)
+    value: str = opt("", "only if that value equals this one", STRING)
     examples: int = opt(1, "messages to show of each group", INT, bound="positive", heading="How")
     rate: float = opt(0.0, "messages per second to put back on each nsqd; 0 for no limit", FLOAT)
     dry_run: bool = opt(False, "only show what would happen", BOOL)
@@ -78,8 +78,9 @@ DEAD_LETTERS: Final = CommandTable(
 Shows the dead letters that nsqd wrote, by channel and reason, and puts them back: each goes to the
 channel that it came from, not to the topic's other channels. A letter is put back at most once.
 
-`redrive` shows what would happen and asks. If nobody is there to answer, it only shows that; --yes
-puts the messages back. The nsqds do the work: Ctrl-C ends this command, `cancel` ends the redrive.
+`redrive` shows the effect and asks for confirmation. Without a terminal it only shows the effect;
+--yes puts the messages back. The nsqds do the work: Ctrl-C ends this command, `cancel` ends the
+redrive.
 """,
     examples=(
         "nsparq dead-letters list orders.dead",

@@ -122,7 +122,7 @@ class LogReader:
         while position < len(data):
             magic, _, size, _, _, base, timestamp_ns, _, count, _ = HEADER.unpack_from(data, position)
             if magic not in MAGICS:
-                raise AskFailed(f"{self.node} sent something that is no batch of messages")
+                raise AskFailed(f"{self.node} sent an invalid batch of messages")
             table = position + HEADER.size
             lengths = struct.unpack_from(f"<{count}I", data, table)
             ends = accumulate(lengths, initial=table + 4 * count)

@@ -41,15 +41,17 @@ def _table(command: str, flags: type[F], about: str) -> CommandTable[F]:
     )
 
 
-ASKS: Final = "It asks before it does so. If nobody is there to answer, it needs --yes."
+ASKS: Final = "It asks for confirmation. Without a terminal it needs --yes."
 CREATE: Final = _table(
-    "create", ManageFlags, "Creates a topic, or a topic and a channel of it. What exists already stays."
+    "create",
+    ManageFlags,
+    "Creates a topic, or a topic and a channel of it. It does not change existing ones.",
 )
 PAUSE: Final = _table(
     "pause",
     ManageFlags,
     "Pauses a channel: its consumers get no messages. Or pauses a topic: its channels get no messages.\n"
-    "Nothing is lost: they wait.",
+    "No message is lost: messages wait until the pause ends.",
 )
 UNPAUSE: Final = _table("unpause", ManageFlags, "Ends the pause of a topic or a channel.")
 EMPTY: Final = _table(
@@ -69,11 +71,11 @@ def can_ask() -> bool:
 
 
 def confirmed(question: str, *, yes: bool) -> bool:
-    """Whether to go on. Raises AskFailed if nobody can answer."""
+    """Whether to continue. Raises AskFailed without a terminal."""
     if yes:
         return True
     if not can_ask():
-        raise AskFailed(f"{question} Nobody is there to answer: add --yes")
+        raise AskFailed(f"{question} There is no terminal to ask on: add --yes")
     sys.stderr.write(f"{question} [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -138,7 +138,7 @@ peek = partial(run_command, PEEK, _peek)
 class TailFlags(SourceFlags):
     topic: tuple[str, ...] = opt((), "the topics", STRINGS)
     since: str = opt("", f"first print the stored messages from this time on: {TIME_HELP}", STRING)
-    follow: bool = opt(False, "go on with new messages; this is the default without --since", BOOL)
+    follow: bool = opt(False, "continue with new messages; this is the default without --since", BOOL)
     count: int = opt(0, "end after this many messages; 0: no limit", INT, bound="not negative")
     print_topic: bool = opt(False, "print the topic before each message: `orders | body`", BOOL)
     headers: bool = headers_option()
@@ -160,7 +160,7 @@ TAIL: Final = CommandTable(
     about="""
 Prints the messages of topics, one per line, as they arrive. It reads the topics' logs: it consumes
 nothing, needs no channel and creates none. With --since it prints stored messages and ends; add
---follow to go on. How far back that reaches depends on retention: see `nsparq settings`.
+--follow to continue. How far back that reaches depends on retention: see `nsparq settings`.
 
 With a flag of nsq_tail, such as --nsqd-tcp-address or --channel, it is nsq_tail.
 """,

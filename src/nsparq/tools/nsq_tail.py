@@ -146,7 +146,7 @@ def write_all(descriptor: int, data: bytes, is_ending: Callable[[], bool]) -> No
     while view:
         if not poll.poll(STUCK_MS):
             if is_ending():
-                raise TimeoutError(None, "the reader does not read")
+                raise TimeoutError(None, "nothing reads the output")
             continue
         # poll() guarantees that a pipe takes this much without blocking.
         view = view[os.write(descriptor, view[: select.PIPE_BUF]) :]

@@ -92,7 +92,9 @@ class NsqToFileOptions(SourceOptions):
     gzip: bool = opt(False, "compress the files", BOOL)
     gzip_level: int = opt(6, "level of compression, from 1 (fast) to 9 (small)", INT)
     skip_empty_files: bool = opt(False, "write no file for a period without messages", BOOL)
-    rotate_size: int = opt(0, "start a new file after so many bytes; 0: no limit", INT, bound="not negative")
+    rotate_size: int = opt(
+        0, "start a new file after this many bytes; 0: no limit", INT, bound="not negative"
+    )
     rotate_interval: float = opt(
         0.0,
         "start a new file after this time; 0: only when `<DATETIME>` changes",

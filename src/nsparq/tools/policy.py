@@ -53,10 +53,10 @@ class PolicyFlags(SourceFlags):
     )
     expire_after: float = opt(
         DEFAULT.expire_after,
-        "age at which a message is not delivered any more, such as `7d`; 0 for never",
+        "age from which a message is no longer delivered, such as `7d`; 0 for never",
         LONG_DURATION,
     )
-    expired: str = opt(DEFAULT.expired, "what becomes of such a message", choice("dead_letters", "drop"))
+    expired: str = opt(DEFAULT.expired, "what to do with such a message", choice("dead_letters", "drop"))
 
     def validate(self) -> None:
         SourceFlags.validate(self)

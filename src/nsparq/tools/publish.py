@@ -48,7 +48,7 @@ class PublishFlags(SourceFlags):
     header: tuple[str, ...] = header_option()
     json_lines: bool = json_lines_option()
     defer: float = opt(0.0, "deliver the messages only after this time", DURATION, bound="not negative")
-    rate: int = opt(0, "limit of messages per second; 0: no limit", INT, bound="not negative")
+    rate: int = opt(0, "maximum number of messages per second; 0: no limit", INT, bound="not negative")
     nsqd_tcp_address: tuple[str, ...] = opt(
         (),
         f"`host:port` of an nsqd's TCP port, instead of {TCP_VARIABLE} in the environment; every message is "

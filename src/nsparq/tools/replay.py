@@ -57,8 +57,8 @@ REPLAY: Final = CommandTable(
 Moves a channel to another position of its topic: its consumers get every message from there on, and
 none before it. A move back delivers messages again; a move forward skips messages.
 
-It shows the effect and asks. If nobody is there to answer, it only shows the effect; --yes moves
-the channel. A move back reaches the messages that the topic still has: see `nsparq settings`.
+It shows the effect and asks for confirmation. Without a terminal it only shows the effect; --yes
+moves the channel. A move back reaches the messages that the topic still has: see `nsparq settings`.
 """,
     examples=(
         "nsparq replay orders archive 2h",

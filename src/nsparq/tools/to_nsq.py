@@ -57,7 +57,7 @@ class ToNsqOptions:
     delimiter: str = opt("\n", r"byte between two messages; also written `\n`, `\r`, `\t` or `\0`", STRING)
     header: tuple[str, ...] = header_option()
     json_lines: bool = json_lines_option()
-    rate: int = opt(0, "limit of messages per second; 0: no limit", INT, bound="not negative")
+    rate: int = opt(0, "maximum number of messages per second; 0: no limit", INT, bound="not negative")
 
     nsqd_tcp_address: tuple[str, ...] = opt(
         (), "`host:port` of an nsqd; every message is published to each", STRINGS, heading="Destination"

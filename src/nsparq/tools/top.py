@@ -111,8 +111,8 @@ VIEWS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopFlags(SourceFlags):
-    view: str = opt("channels", "the table to begin with", choice("channels", "topics", "nodes"))
-    interval: float = opt(2.0, "time between two looks", DURATION, bound="positive")
+    view: str = opt("channels", "the table to show first", choice("channels", "topics", "nodes"))
+    interval: float = opt(2.0, "time between two updates", DURATION, bound="positive")
     filter: str = opt("", "only rows that contain this text", STRING)
     once: bool = opt(False, "print the table once and end, as when the output is not a terminal", BOOL)
 
@@ -128,7 +128,7 @@ Shows channels, topics and nodes live, with rates and lag, the largest backlog f
   Enter          look into it (topic: channels, channel: consumers, node: topics)
   Esc            back
   left, right    choose the column to sort by;  r: reverse the order
-  /              show only rows with a text;  space: stop and go on;  q: quit
+  /              show only rows with a text;  space: freeze and resume;  q: quit
 
 LAG is the age of the oldest waiting message, DRAIN how long the backlog takes at the present rate.
 If the output is not a terminal, it prints the table once.

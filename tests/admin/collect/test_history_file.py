@@ -141,7 +141,7 @@ def test_a_damaged_file_is_said_and_the_history_begins_anew(
     assert load(path, back) is None
     assert len(back) == 0
     (record,) = [one for one in caplog.records if one.levelno == logging.ERROR]
-    assert "cannot be used, the charts begin anew" in record.getMessage()
+    assert "so the charts start empty" in record.getMessage()
     save(path, kept)
     load(path, back)
     assert same(kept, back, ("t", "s0"))

@@ -81,7 +81,7 @@ def test_an_absence_is_logged_once(broker: Broker, caplog: pytest.LogCaptureFixt
     cluster = Cluster(NsqOptions.parse({"topic": "t", "nsqlookupd": "127.0.0.1:1"}, Use.LOG_BATCH))
     for _ in range(3):
         assert cluster.look() == Found({}, {"t": frozenset()}, cluster.look().failures, 0)
-    assert sum("is asked again" in record.message for record in caplog.records) == 1
+    assert sum("trying again" in record.message for record in caplog.records) == 1
     cluster.close()
 
 

@@ -396,7 +396,7 @@ class Changed(NamedTuple):
 
 def _object(answer: Any) -> Mapping[str, Any]:
     if not isinstance(answer, dict):
-        raise RequestFailed("the answer is not NSQ's")
+        raise RequestFailed("the response is not from an NSQ daemon")
     return answer
 
 

@@ -84,7 +84,7 @@ class Filter:
     def __init__(self, text: str) -> None:
         self.text = text.strip()
         if len(self.text) > MAX_LENGTH:
-            raise BadFilter(f"a filter may have {MAX_LENGTH} characters")
+            raise BadFilter(f"a filter must have at most {MAX_LENGTH} characters")
         self._terms = [*_parse(self.text)]
 
     def __bool__(self) -> bool:
@@ -100,8 +100,8 @@ def _parse(text: str) -> Iterable[_Term]:
         found = _TERM.match(text, place)
         if found is None or found.end() == place:
             raise BadFilter(
-                f"the filter is not understood from {text[place : place + 20]!r} on; a text with quotes "
-                'in it goes into quotes: "say \\"tea\\""'
+                f"cannot parse the filter at {text[place : place + 20]!r}; write a text that contains quotes "
+                'in quotes: "say \\"tea\\""'
             )
         place = found.end()
         field, operator, quoted, plain = found.group("field", "operator", "quoted", "plain")

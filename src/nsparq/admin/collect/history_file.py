@@ -92,7 +92,7 @@ class HistoryFile:
             logger.info("history: %s does not exist yet", self._path)
             return None
         except DAMAGE as error:
-            logger.error("history: %s cannot be used, the charts begin anew: %s", self._path, error)
+            logger.error("history: cannot use %s, so the charts start empty: %s", self._path, error)
             return None
         for name, table in self._tables.items():
             if saved := about["tables"].get(name):

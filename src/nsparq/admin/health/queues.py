@@ -27,8 +27,8 @@ MANY_REQUEUES: Final = 0.5
 FEW: Final = 10
 """If all messages fail, and there are fewer than this, it may be the fault of the messages."""
 ALL_FAIL: Final = (
-    "The consumers fail on every message: look at their log. What they depend on may be down. Consumers "
-    "that give up after some attempts lose messages."
+    "The consumers fail on every message: look at their log. A service that they depend on may be down. "
+    "Consumers that give up after some attempts lose messages."
 )
 ONE_FAILS: Final = "The same few messages are delivered again and again. Look at them in Messages."
 LATE_S: Final = 600.0
@@ -170,7 +170,9 @@ def _about_channel(key: tuple[str, str], signs: set[str], figures: Mapping[str, 
             Severity.NOTICE if is_draining else Severity.WARNING,
             "backlog drains slowly" if is_draining else "backlog does not drain",
             f"{shown}; {figures['in_rate']:,.1f}/s arrive, {out} are finished by {readers}",
-            "More consumers drain it faster." if is_draining else "The consumers keep up, and no more.",
+            "More consumers drain it faster."
+            if is_draining
+            else "The consumers only keep up with new messages: add consumers.",
             **about,
         )
     if "requeues" in signs:

@@ -51,7 +51,7 @@ LOOK_S: Final = 0.01
 """How often a waiting request checks whether anything was published. Waking it from the publish
 would cost every publisher time."""
 LOOK_PER_TOPIC_S: Final = 20e-6
-"""Least time between two looks at all topics, per topic: keeps a waiting request below a few
+"""Shortest time between two checks of all topics, per topic: keeps a waiting request below a few
 hundredths of a core, however many topics it has."""
 MASK: Final = (1 << 63) - 1
 NO_TOPIC: Final = 0

@@ -60,7 +60,7 @@ class TokenCache:
         if known is not None:
             return known
         if self._clock() < self._failures.get(key, 0.0):
-            raise AuthFailed("failed a moment ago")
+            raise AuthFailed("the same credentials failed a moment ago")
         task = self._lookups.get(key)
         if task is None:
             task = asyncio.create_task(self._look_up(key, secret, remote_ip, tls, common_name))

@@ -176,7 +176,7 @@ class Cluster:
             try:
                 lookupd.create_channel(topic, channel)
             except (Unreachable, Refused) as error:
-                logger.info("nsqlookupd does not take the channel %s/%s: %s", topic, channel, error)
+                logger.info("nsqlookupd does not register the channel %s/%s: %s", topic, channel, error)
 
     def _identify(self, url: str) -> Node:
         """Asks each time: another nsqd may have the address now."""
@@ -186,7 +186,7 @@ class Cluster:
     def _note_absent(self, url: str, kind: str, error: NsparqError) -> None:
         if url not in self._away:
             self._away.add(url)
-            logger.warning("%s does not answer, and is asked again: %s", kind, error)
+            logger.warning("%s does not answer; trying again: %s", kind, error)
 
     def _note_present(self, url: str) -> None:
         if url in self._away:

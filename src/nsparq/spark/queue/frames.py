@@ -98,7 +98,7 @@ def _without_blocks(contents: pa.Array, has_headers: npt.NDArray[np.bool_]) -> t
     starts, ends = offsets[:-1].astype(np.int64), offsets[1:].astype(np.int64)
     places = starts[has_headers]
     if (ends[has_headers] - places < BLOCK_HEAD).any():
-        raise ValueError("a message without its header block")
+        raise ValueError("a message lacks its header block")
     sizes = np.zeros(len(contents), np.int64)
     sizes[has_headers] = raw[places[:, None] + np.arange(BLOCK_HEAD)].view(">u4").ravel()
     blocks = starts + np.where(has_headers, BLOCK_HEAD, 0)

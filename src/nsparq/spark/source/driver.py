@@ -254,7 +254,7 @@ class LogSource:
             if place is not None:
                 self._losses.note_replaced(log, place)
             added = Place(positions.incarnation, positions.earliest)
-            logger.info("topic %s on %s is new to the query, and read from %d on", *log, added.sequence)
+            logger.info("topic %s on %s is new to the query; reading it from %d", *log, added.sequence)
         end.put(topic, name, added)
         moves.append((topic, name, added))
         return None

@@ -169,7 +169,7 @@ class Peers:
     def mark_away(self, peer: Peer, error: NsparqError) -> None:
         """A request has failed: do not ask the node for a while."""
         if peer.error is None:
-            logger.warning("nsqd %s is away, and is asked again: %s", peer.node.name, error)
+            logger.warning("nsqd %s does not answer; trying again: %s", peer.node.name, error)
         self.changes += 1
         peer.error = error
         peer.away_step = min(max(FIRST_AWAY_S, peer.away_step * 2), MAX_AWAY_S)

@@ -161,7 +161,7 @@ class Daemon(Handlers):
         }
         try:
             if not self._graphite:
-                raise RequestFailed("there is no --graphite-url")
+                raise RequestFailed("--graphite-url is not set")
             answer = await self._admin.upstream.ask("GET", f"{self._graphite}/render?{urlencode(query)}")
             points = answer.json()[0]["datapoints"]
             value = points[0][0] if points else None
