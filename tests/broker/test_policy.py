@@ -11,7 +11,7 @@ import pytest
 
 from nsparq.broker.stats import channel_stats
 from nsparq.broker.tagged import DEAD_LETTERS
-from nsparq.dead_letter import DeadLetter
+from nsparq.dead_letter import ORIGIN_HEADERS, DeadLetter
 from nsparq.delivery_policy import DeliveryPolicy, Failure, parse_policy
 from nsparq.headers import decode_headers, encode_headers
 from nsparq.packed import PackedBodies
@@ -215,6 +215,21 @@ def test_a_letter_that_is_given_up_keeps_its_first_origin(rig: Rig):
     assert (again["topic"], again["channel"]) == ("t.dead", "c")
     first = json.loads(again["text"])
     assert (first["topic"], first["text"], first["headers"]) == ("t", "poison", decode_headers(BLOCK))
+
+
+@pytest.mark.parametrize("name", [name for name in ORIGIN_HEADERS if name != "nsq-dead-topic"])
+def test_a_message_cannot_say_where_its_dead_letter_comes_from(rig: Rig, name: str):
+    """A publisher may choose any header. With the name twice the letter could not be read, and the
+    channels of the dead-letter topic would stand still."""
+    rig.channel("asked", "t.dead")
+    rig.channel("plain", "t.dead")
+    give_up(rig, b'{"topic": "x", "error": "y", "text": "z"}', encode_headers({name: "mine", "own": "x"}))
+    (letter,) = rig.subscribe("t.dead", "asked", rdy=1, headers=True).take()
+    headers = decode_headers(letter.block)
+    assert (headers["nsq-dead-topic"], headers["own"]) == ("t", "x") and headers[name] != "mine"
+    assert letter.body == b'{"topic": "x", "error": "y", "text": "z"}'
+    (plain,) = rig.subscribe("t.dead", "plain", rdy=1).take_bodies()
+    assert json.loads(plain)["headers"] == {"own": "x"}
 
 
 def test_messages_that_only_look_like_dead_letters_stay_as_they_are(rig: Rig):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from nsparq.broker.letters import decode_letter
 from nsparq.broker.tagged import DEAD_LETTERS, tagged_messages
-from nsparq.dead_letter import PREFIX, DeadLetter
+from nsparq.dead_letter import ORIGIN_HEADERS, PREFIX, DeadLetter
 from nsparq.errors import Exiting, StorageError
 from nsparq.headers import decode_headers, encode_headers
 from nsparq.packed import PackedBodies
@@ -199,14 +199,18 @@ class DeadLetters:
 
 def _without_origin(message: Batch) -> tuple[bytes, bytes]:
     """Body and header block of a message that becomes a letter. If it is a letter already, all that
-    it says becomes the body, so that the new origin does not replace the old one."""
+    it says becomes the body, so that the new origin does not replace the old one. Other headers with
+    names of an origin are left out: each name may occur once."""
     if message.headers is None:
         return message.data, b""
-    if PREFIX.encode() in message.headers.data:
-        letter = DeadLetter.from_message(message.data, decode_headers(message.headers.data))
-        if letter is not None:
-            return letter.to_json(), b""
-    return message.data, message.headers.data
+    if PREFIX.encode() not in message.headers.data:
+        return message.data, message.headers.data
+    headers = decode_headers(message.headers.data)
+    letter = DeadLetter.from_message(message.data, headers) if ORIGIN_HEADERS[0] in headers else None
+    if letter is not None:
+        return letter.to_json(), b""
+    own = {name: value for name, value in headers.items() if name not in ORIGIN_HEADERS}
+    return message.data, encode_headers(own)
 
 
 def settle(broker: Broker) -> None:
