@@ -182,8 +182,9 @@ $(VENV)/.prometheus: $(VENV)/.installed | $(VENV)/.shells
 	@command -v promtool >/dev/null || .ci/unpack-package prometheus $(abspath $(VENV))/prometheus && touch $@ \
 	  || test "$$CI" != true
 
-# And for the coordinators of replication: etcd, the program alone, and PostgreSQL.
+# And for the coordinators of replication: etcd, the program alone, and PostgreSQL; ip joins the machines of a cluster.
 $(VENV)/.coordinators: $(VENV)/.installed | $(VENV)/.prometheus
 	@command -v etcd >/dev/null || .ci/unpack-package etcd-server $(abspath $(VENV))/etcd || test "$$CI" != true
 	@ls -d /usr/lib/postgresql/*/bin >/dev/null 2>&1 || .ci/install-packages postgresql || test "$$CI" != true
+	@command -v ip >/dev/null || .ci/install-packages iproute2 || test "$$CI" != true
 	@touch $@

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from nsparq.testing import FaultProxy
 from tests.support import wait_until
 from tests.support.brokers import BrokerProcess
+from tests.support.connection import ConnectionClosed
 
 # A node listens only while it is primary, so another process could take its ports meanwhile. Each node
 # has a loopback address of its own instead: nothing else uses that.
@@ -32,27 +31,20 @@ class NodeProcess(BrokerProcess):
     def status(self) -> dict[str, Any] | None:
         """What the node says of its cluster; None while it does not serve."""
         try:
-            status: dict[str, Any] = json.loads(self.http("GET", "/replication"))
-        except OSError:
+            answer = self.request("GET", "/replication")
+        except (OSError, ConnectionClosed):
             return None
+        status: dict[str, Any] | None = json.loads(answer.body) if answer.status == 200 else None
         return status
 
 
 class ClusterProcesses:
-    """Nodes `a`, `b`, … With `has_links` each reaches the coordinator, and is reached by the others,
-    through a proxy of its own."""
+    """Nodes `a`, `b`, …"""
 
-    def __init__(
-        self, directory: Path, coordinator: str, names: str = "ab", *, has_links: bool = False, **flags: Any
-    ) -> None:
+    def __init__(self, directory: Path, coordinator: str, names: str = "ab", **flags: Any) -> None:
         secret = directory / "secret"
         secret.write_text("the secret of the cluster")
         self.nodes: dict[str, NodeProcess] = {}
-        self.links: dict[str, FaultProxy] = {}
-        """To each node."""
-        self.coordinator_links: dict[str, FaultProxy] = {}
-        """From each node."""
-        self._has_links = has_links
         self._flags = {
             # Several tests share a coordinator.
             "replication_cluster": directory.name,
@@ -66,37 +58,36 @@ class ClusterProcesses:
             self.add(name)
 
     def add(self, name: str) -> NodeProcess:
-        path = self._directory / name
+        path = self._data_path(name)
         path.mkdir(exist_ok=True)
         ports = {"tcp_address": 4150, "http_address": 4151, "replication_address": 4153}
-        host = next(_HOSTS)
+        host = self._host(name)
         addresses: dict[str, Any] = {flag: f"{host}:{port}" for flag, port in ports.items()}
         flags = {**self._flags, "replication_name": name, "broadcast_address": host, **addresses}
-        if self._has_links:
-            self.links[name] = FaultProxy(flags["replication_address"])
-            flags["replication_broadcast_address"] = self.links[name].address
-            target = re.search(r"[\w.]+:\d+", flags["replication_coordinator"])
-            assert target
-            self.coordinator_links[name] = link = FaultProxy(target[0])
-            flags["replication_coordinator"] = flags["replication_coordinator"].replace(
-                target[0], link.address
-            )
-        self.nodes[name] = node = NodeProcess(path, **flags)
+        self.nodes[name] = node = NodeProcess(path, command=self._command(name), **flags)
         return node
 
+    def _data_path(self, name: str) -> Path:
+        return self._directory / name
+
+    def _host(self, name: str) -> str:
+        """Address of the node's own."""
+        return next(_HOSTS)
+
+    def _command(self, name: str) -> tuple[str, ...]:
+        """What starts nsqd; nothing for the usual."""
+        return ()
+
     def close(self) -> None:
-        for proxy in (*self.links.values(), *self.coordinator_links.values()):
-            proxy.heal()
         for node in self.nodes.values():
             node.close()
-        for proxy in (*self.links.values(), *self.coordinator_links.values()):
-            proxy.close()
 
     def primary(self, in_sync: str = "", *, other_than: str = "") -> NodeProcess:
         """The primary, once the in-sync set has at least these nodes."""
-        return wait_until(lambda: self._find(in_sync, other_than), 120)
+        return wait_until(lambda: self.find(in_sync, other_than), 120)
 
-    def _find(self, in_sync: str, other_than: str) -> NodeProcess | None:
+    def find(self, in_sync: str = "", other_than: str = "") -> NodeProcess | None:
+        """The same, without waiting."""
         for name, node in self.nodes.items():
             if name != other_than and node.alive() and (status := node.status()) is not None:
                 if status["primary"] == name and {*in_sync} <= {*status["in_sync"]}:

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from signal import SIGQUIT
@@ -18,27 +18,40 @@ from tests.support.auth_server import unused_port
 POSTGRES = Path("/usr/lib/postgresql")
 
 
-@contextmanager
-def _running(command: list[str], user: str | None = None) -> Iterator[None]:
-    output = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdout=output, stderr=output, cwd="/", user=user, group=user)
-    try:
-        yield
-    finally:
-        # PostgreSQL's processes end with this one, at once.
-        process.send_signal(SIGQUIT)
-        process.wait()
+class CoordinatorProcess:
+    """etcd or PostgreSQL. It can be killed and started again."""
+
+    def __init__(self, command: Sequence[str], url: str, is_ready: Callable[[], bool]) -> None:
+        self.url = url
+        self._command = command
+        self._is_ready = is_ready
+        self.start()
+
+    def start(self) -> None:
+        output = subprocess.DEVNULL
+        self._process = subprocess.Popen(self._command, stdout=output, stderr=output, cwd="/")
+        wait_until(self._is_ready)
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Without a clean stop. PostgreSQL's processes end with the first of them, as in a crash."""
+        self.signal(SIGQUIT)
+        self._process.wait()
 
 
 @contextmanager
-def run_etcd(directory: Path) -> Iterator[str]:
-    """Gives its URL."""
+def start_etcd(
+    directory: Path, host: str = "127.0.0.1", prefix: Sequence[str] = ()
+) -> Iterator[CoordinatorProcess]:
+    """On this address, by a command that begins with `prefix`."""
     # `make test` unpacks it beside Python's packages.
     program = shutil.which("etcd") or shutil.which("etcd", path=Path(sys.prefix) / "etcd" / "usr" / "bin")
     assert program, "etcd is missing: apt-get install etcd-server"
-    client, peer = (f"http://127.0.0.1:{unused_port()}" for _ in range(2))
+    client, peer = (f"http://{host}:{unused_port()}" for _ in range(2))
     command = [
-        program, "--data-dir", str(directory),
+        *prefix, program, "--data-dir", str(directory),
         "--listen-client-urls", client, "--advertise-client-urls", client,
         "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
         "--initial-cluster", f"default={peer}",
@@ -50,35 +63,58 @@ def run_etcd(directory: Path) -> Iterator[str]:
         except FetchError:
             return False
 
-    with _running(command):
-        wait_until(is_healthy)
-        yield client
+    process = CoordinatorProcess(command, client.replace("http://", "etcd://"), is_healthy)
+    try:
+        yield process
+    finally:
+        process.kill()
 
 
 @contextmanager
-def run_postgresql(directory: Path) -> Iterator[str]:
+def run_etcd(directory: Path) -> Iterator[str]:
     """Gives its URL."""
+    with start_etcd(directory) as process:
+        yield process.url.replace("etcd://", "http://")
+
+
+@contextmanager
+def start_postgresql(
+    directory: Path, host: str = "127.0.0.1", prefix: Sequence[str] = ()
+) -> Iterator[CoordinatorProcess]:
+    """On this address, by a command that begins with `prefix`."""
     found = sorted(POSTGRES.glob("*/bin"))
     assert found, "PostgreSQL is missing: apt-get install postgresql"
     binaries, port = found[-1], unused_port()
     directory.mkdir()
-    user = None
+    as_user: list[str] = []
     if os.getuid() == 0:
         # It does not run as root.
-        user = "postgres"
-        shutil.chown(directory, user)
+        as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
+        shutil.chown(directory, "postgres")
         for above in directory.parents:
             if above != Path("/") and not above.stat().st_mode & 0o001:
                 above.chmod(above.stat().st_mode | 0o001)
     data = directory / "data"
     initialise = [binaries / "initdb", "-D", data, "-U", "nsparq", "-A", "trust", "--no-sync", "-E", "UTF8"]
-    subprocess.run([*map(str, initialise)], check=True, capture_output=True, cwd="/", user=user, group=user)
-    command = [binaries / "postgres", "-D", data, "-p", port, "-k", directory, "-h", "127.0.0.1", "-F"]
+    subprocess.run([*as_user, *map(str, initialise)], check=True, capture_output=True, cwd="/")
+    with (data / "pg_hba.conf").open("a") as access:
+        access.write("host all all samenet trust\n")
+    command = [binaries / "postgres", "-D", data, "-p", port, "-k", directory, "-h", host, "-F"]
 
     def is_ready() -> bool:
-        ready = [str(binaries / "pg_isready"), "-h", "127.0.0.1", "-p", str(port)]
+        ready = [str(binaries / "pg_isready"), "-h", host, "-p", str(port)]
         return subprocess.run(ready, capture_output=True).returncode == 0
 
-    with _running([*map(str, command)], user):
-        wait_until(is_ready)
-        yield f"postgresql://nsparq@127.0.0.1:{port}/postgres"
+    url = f"postgresql://nsparq@{host}:{port}/postgres"
+    process = CoordinatorProcess([*prefix, *as_user, *map(str, command)], url, is_ready)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+@contextmanager
+def run_postgresql(directory: Path) -> Iterator[str]:
+    """Gives its URL."""
+    with start_postgresql(directory) as process:
+        yield process.url

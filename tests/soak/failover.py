@@ -2,10 +2,13 @@
 
     python -m tests.soak.failover --rounds 200 --coordinator etcd --seed 1
 
-Publishers and a consumer work on a cluster of real processes while nodes are killed, stopped, cut
-off from each other and from the coordinator, restarted and switched over. In the end everything that
-was acknowledged must have been delivered. Prints how long publishing stood still after each kind of
-fault. Exit status 1 if a message was lost, or an id was given twice.
+Real nodes, a real coordinator and clients (pynsq, gnsq, nsqjs, ours, and one that tries again at once)
+run on machines of their own: network namespaces that a bridge joins. The disks of the nodes are small.
+One fault follows the other: processes are killed, stopped and restarted, packets between two machines
+or all packets of one get lost, disks are full, slow or stand still. In the end every client must have
+received everything that was acknowledged to it. Prints for each kind of fault what was acknowledged
+and lost, and how long clients stood still. Exit status 1 if a message was lost, an id names two
+bodies, or a client does not work again.
 """
 
 from __future__ import annotations
@@ -13,281 +16,377 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from signal import SIGCONT, SIGSTOP
+from typing import Any
 
-from nsparq.testing import FaultProxy
-from tests.replication.cluster import ClusterProcesses, NodeProcess, run_cluster
-from tests.replication.coordinators import run_etcd, run_postgresql
-from tests.support import wait_until
-from tests.support.connection import ConnectionClosed, RawConnection
+from tests.replication.cluster import ClusterProcesses, NodeProcess
+from tests.replication.coordinators import CoordinatorProcess, start_etcd, start_postgresql
+from tests.soak.failover_traffic import CHANNEL, RETRYING, Library, Retrying, client_commands
+from tests.support import bridge, wait_until
+from tests.support.bridge import HERE, Network
+from tests.support.lookupd import LookupdProcess
 
-TOPIC, CHANNEL = "t", "c"
-PUBLISHERS = 3
-SILENCE_S = 2.0
-"""An unanswered client tries again after this time."""
-PAUSE_S = 0.002
-"""Between two publishes of one publisher."""
+COORDINATOR = "coordinator"
+DISK = "64m"
+PATIENCE_S = 60.0
+"""Clients that do not work again after this time are stuck."""
+AFTER_A_KILL = ("kill_primary",)
+AFTER_A_PARTITION = ("isolate_primary",)
 
 
-class Clients:
-    """Publishers and a consumer. Each looks for the node that serves."""
+class Machines(ClusterProcesses):
+    """Nodes on machines and disks of their own."""
 
-    def __init__(self, cluster: ClusterProcesses) -> None:
-        self.acknowledged: list[bytes] = []
-        self.delivered: dict[bytes, bytes] = {}
-        """Ids by body."""
-        self.doubled_ids: list[bytes] = []
-        self.latest_ack = time.monotonic()
-        self._cluster = cluster
-        self._bodies: dict[bytes, bytes] = {}
-        """Bodies by id."""
-        self._stopping = threading.Event()
-        self._consuming = threading.Event()
-        self._threads = [
-            *(threading.Thread(target=self._publish, args=[number]) for number in range(PUBLISHERS)),
-            threading.Thread(target=self._consume),
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def stop_publishing(self) -> None:
-        self._stopping.set()
-        for thread in self._threads[:PUBLISHERS]:
-            thread.join()
+    def __init__(
+        self, network: Network, directory: Path, coordinator: CoordinatorProcess, names: str, **flags: Any
+    ) -> None:
+        self.network = network
+        self.coordinator = coordinator
+        for name in names:
+            (directory / name).mkdir()
+            mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(directory / name)]
+            subprocess.run(mount, check=True)
+        super().__init__(directory, coordinator.url, names, **flags)
 
     def close(self) -> None:
-        self._stopping.set()
-        self._consuming.set()
-        for thread in self._threads:
-            thread.join()
+        super().close()
+        subprocess.run(["umount", *(str(self._directory / name) for name in self.nodes)], check=True)
 
-    def _connect(self) -> Iterator[RawConnection]:
-        """Connections to one node after the other."""
-        while True:
-            for node in [*self._cluster.nodes.values()]:
-                try:
-                    with RawConnection(node.address, timeout=SILENCE_S) as connection:
-                        yield connection
-                except (OSError, ConnectionClosed, AssertionError):
-                    pass
-            time.sleep(0.02)
+    def _data_path(self, name: str) -> Path:
+        return self._directory / name / "data"
 
-    def _publish(self, number: int) -> None:
-        count = 0
-        for connection in self._connect():
-            while not self._stopping.is_set():
-                bodies = [b"%d-%d" % (number, count + one) for one in range(1 + count % 7)]
-                count += len(bodies)
-                try:
-                    connection.mpub(TOPIC, bodies)
-                except (OSError, ConnectionClosed, AssertionError):
-                    break
-                self.acknowledged += bodies
-                self.latest_ack = time.monotonic()
-                time.sleep(PAUSE_S)
-            if self._stopping.is_set():
-                return
+    def _host(self, name: str) -> str:
+        return self.network.address(name)
 
-    def _consume(self) -> None:
-        for connection in self._connect():
-            try:
-                connection.sub(TOPIC, CHANNEL, rdy=100)
-                while not self._consuming.is_set():
-                    message = connection.read_message()
-                    if self._bodies.setdefault(message.id, message.body) != message.body:
-                        self.doubled_ids.append(message.id)
-                    self.delivered[message.body] = message.id
-                    connection.fin(message.id)
-            except (OSError, ConnectionClosed, AssertionError):
-                pass
-            if self._consuming.is_set():
-                return
+    def _command(self, name: str) -> tuple[str, ...]:
+        nsqd = [sys.executable, "-m", "tests.soak.slow_nsqd", str(self.pace(name))]
+        return (*self.network.inside(name), *nsqd)
+
+    def pace(self, name: str) -> Path:
+        """The file that makes its disk slow."""
+        return self._directory / f"{name}.pace"
 
 
 class Faults:
     """One method for each kind of fault. Each returns when the fault is over."""
 
-    def __init__(self, cluster: ClusterProcesses, chance: random.Random) -> None:
-        self._cluster = cluster
+    def __init__(self, machines: Machines, chance: random.Random, scale: float) -> None:
+        self._machines = machines
         self._chance = chance
+        self._scale = scale
+        """The times that faults last are multiplied by this."""
 
-    def _follower(self, primary: NodeProcess) -> NodeProcess:
-        return self._chance.choice([one for one in self._cluster.nodes.values() if one is not primary])
+    def kill_primary(self, primary: str, follower: str) -> None:
+        with self._killed(primary):
+            self._wait(0, 8)
 
-    def _wait(self, longest: float) -> None:
-        time.sleep(self._chance.uniform(0, longest))
+    def kill_follower(self, primary: str, follower: str) -> None:
+        with self._killed(follower):
+            self._wait(0, 8)
 
-    def kill_primary(self, primary: NodeProcess) -> None:
-        primary.kill()
-        self._wait(6)
-        primary.start()
-
-    def kill_follower(self, primary: NodeProcess) -> None:
-        follower = self._follower(primary)
-        follower.kill()
-        self._wait(6)
-        follower.start()
-
-    def kill_all(self, primary: NodeProcess) -> None:
-        for node in self._cluster.nodes.values():
+    def restart_everything(self, primary: str, follower: str) -> None:
+        nodes = [*self._machines.nodes.values()]
+        self._machines.coordinator.kill()
+        for node in nodes:
             node.kill()
-        for node in self._chance.sample([*self._cluster.nodes.values()], len(self._cluster.nodes)):
+        self._chance.shuffle(nodes)
+        for node in nodes[:1]:
             node.start()
-            self._wait(0.5)
+        self._wait(0, 1)
+        self._machines.coordinator.start()
+        for node in nodes[1:]:
+            node.start()
 
-    def pause_primary(self, primary: NodeProcess) -> None:
-        primary.signal(SIGSTOP)
-        self._wait(8)
-        primary.signal(SIGCONT)
+    def restart_coordinator(self, primary: str, follower: str) -> None:
+        self._machines.coordinator.kill()
+        self._wait(0, 8)
+        self._machines.coordinator.start()
 
-    def pause_follower(self, primary: NodeProcess) -> None:
-        follower = self._follower(primary)
-        follower.signal(SIGSTOP)
-        self._wait(8)
-        follower.signal(SIGCONT)
+    def pause_primary(self, primary: str, follower: str) -> None:
+        self._pause(self._machines.nodes[primary])
 
-    def stop_primary(self, primary: NodeProcess) -> None:
-        primary.stop()
-        primary.start()
+    def pause_follower(self, primary: str, follower: str) -> None:
+        self._pause(self._machines.nodes[follower])
 
-    def switch_over(self, primary: NodeProcess) -> None:
-        primary.http("POST", "/replication/switch_over")
+    def pause_coordinator(self, primary: str, follower: str) -> None:
+        self._pause(self._machines.coordinator)
 
-    def cut_nodes(self, primary: NodeProcess) -> None:
-        with self._cut(self._cluster.links[self._cluster.name_of(primary)]):
-            self._wait(8)
+    def stop_primary(self, primary: str, follower: str) -> None:
+        self._machines.nodes[primary].stop()
+        self._machines.nodes[primary].start()
 
-    def cut_coordinator(self, primary: NodeProcess) -> None:
-        with self._cut(self._cluster.coordinator_links[self._cluster.name_of(primary)]):
-            self._wait(8)
+    def switch_over(self, primary: str, follower: str) -> None:
+        self._machines.nodes[primary].http("POST", "/replication/switch_over")
 
-    def isolate_primary(self, primary: NodeProcess) -> None:
-        name = self._cluster.name_of(primary)
-        with self._cut(self._cluster.links[name], self._cluster.coordinator_links[name]):
-            self._wait(12)
+    def cut_primary_and_follower(self, primary: str, follower: str) -> None:
+        self._cut(primary, follower)
+
+    def cut_primary_and_coordinator(self, primary: str, follower: str) -> None:
+        self._cut(primary, COORDINATOR)
+
+    def cut_follower_and_coordinator(self, primary: str, follower: str) -> None:
+        self._cut(follower, COORDINATOR)
+
+    def cut_primary_and_clients(self, primary: str, follower: str) -> None:
+        self._cut(primary, HERE)
+
+    def cut_follower_and_clients(self, primary: str, follower: str) -> None:
+        self._cut(follower, HERE)
+
+    def isolate_primary(self, primary: str, follower: str) -> None:
+        self._isolate(primary)
+
+    def isolate_follower(self, primary: str, follower: str) -> None:
+        self._isolate(follower)
+
+    def fill_disk_of_primary(self, primary: str, follower: str) -> None:
+        self._fill(primary)
+
+    def fill_disk_of_follower(self, primary: str, follower: str) -> None:
+        self._fill(follower)
+
+    def slow_disk_of_primary(self, primary: str, follower: str) -> None:
+        self._slow(primary, self._chance.uniform(0.02, 0.3))
+
+    def slow_disk_of_follower(self, primary: str, follower: str) -> None:
+        self._slow(follower, self._chance.uniform(0.02, 0.3))
+
+    def stall_disk_of_primary(self, primary: str, follower: str) -> None:
+        self._slow(primary, PATIENCE_S)
+
+    def stall_disk_of_follower(self, primary: str, follower: str) -> None:
+        self._slow(follower, PATIENCE_S)
+
+    def _wait(self, shortest: float, longest: float) -> None:
+        time.sleep(self._chance.uniform(shortest, longest) * self._scale)
 
     @contextmanager
-    def _cut(self, *links: FaultProxy) -> Iterator[None]:
-        """Nothing passes, in one direction or in both. Later all of it passes, or the rest is lost."""
-        direction = self._chance.choice(["both", "both", "to_broker", "to_client"])
-        fault = self._chance.choice(["stall", "drop"])
-        for link in links:
-            getattr(link, fault)(direction)
+    def _killed(self, name: str) -> Iterator[None]:
+        self._machines.nodes[name].kill()
         yield
-        for link in links:
-            link.heal()
-            if fault == "drop":
-                link.reset()
+        self._machines.nodes[name].start()
+
+    def _pause(self, process: NodeProcess | CoordinatorProcess) -> None:
+        process.signal(SIGSTOP)
+        self._wait(0, 10)
+        process.signal(SIGCONT)
+
+    def _cut(self, first: str, second: str) -> None:
+        """In both directions, or in one."""
+        network = self._machines.network
+        directions = [(first, second), (second, first)]
+        for source, target in self._chance.choice([directions, directions, directions[:1], directions[1:]]):
+            network.cut(source, target)
+        self._wait(0, 12)
+        network.heal()
+
+    def _isolate(self, name: str) -> None:
+        network = self._machines.network
+        for other in (HERE, COORDINATOR, *self._machines.nodes):
+            if other != name:
+                network.cut(name, other)
+                network.cut(other, name)
+        self._wait(10, 20)
+        network.heal()
+
+    def _fill(self, name: str) -> None:
+        path = self._machines.nodes[name].data_path.with_name("filling")
+        with path.open("wb", buffering=0) as file, suppress(OSError):
+            # Until no space is left.
+            while file.write(bytes(1 << 16)):
+                pass
+        self._wait(0, 8)
+        path.unlink()
+
+    def _slow(self, name: str, pause: float) -> None:
+        self._machines.pace(name).write_text(str(pause))
+        self._wait(0, 12)
+        self._machines.pace(name).unlink()
 
 
 KINDS = [name for name in vars(Faults) if not name.startswith("_")]
 
 
-def run(directory: Path, coordinator: str, rounds: int, seed: int, kinds: list[str], nodes: int) -> bool:
-    chance = random.Random(seed)
-    names = "abcdefg"[:nodes]
-    stood_still: dict[str, list[float]] = defaultdict(list)
-    with run_cluster(
-        directory, coordinator, names=names, has_links=True, msg_timeout=5.0, durability="os"
-    ) as cluster:
-        cluster.primary(names).control("create", TOPIC, CHANNEL)
-        clients = Clients(cluster)
+class Run:
+    def __init__(self, machines: Machines, lookupd: str, chance: random.Random, scale: float) -> None:
+        self._machines = machines
+        self._chance = chance
+        self._names = "".join(machines.nodes)
+        self._faults = Faults(machines, chance, scale)
+        self.rounds: Counter[str] = Counter()
+        self.stood_still: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+        """Seconds, by fault, client, and publishing or consuming."""
+        nsqd = [":".join(map(str, node.address)) for node in machines.nodes.values()]
+        commands = client_commands()
+        primary = machines.primary(self._names)
+        for name in (RETRYING, *commands):
+            primary.control("create", name.replace(" ", "-"), CHANNEL)
+        self.clients: list[Library | Retrying] = [
+            Retrying(machines),
+            *(Library(name, command, lookupd, nsqd) for name, command in commands.items()),
+        ]
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+
+    def fault(self, kind: str) -> None:
+        primary = self._machines.name_of(self._machines.primary(self._names))
+        follower = self._chance.choice([name for name in self._names if name != primary])
+        self.await_clients(f"before {kind}")
+        for client in self.clients:
+            client.begin(kind)
+        before = time.monotonic()
+        getattr(self._faults, kind)(primary, follower)
+        lasted = time.monotonic() - before
+        self.await_clients(f"after {kind}")
+        self.rounds[kind] += 1
+        shown = []
+        for client in self.clients:
+            for what in ("publishing", "consuming"):
+                longest = getattr(client, what).longest
+                self.stood_still[kind, client.name, what].append(longest)
+            shown.append(f"{client.name} {client.publishing.longest:.1f}/{client.consuming.longest:.1f}")
+        say(f"round {self.rounds.total()}: {kind} of {primary}, {lasted:.1f} s; {', '.join(shown)} s")
+
+    def await_clients(self, when: str) -> None:
+        """Wait until all of them publish and consume."""
+        since = time.monotonic()
+
+        def stuck() -> list[str]:
+            return [str(client) for client in self.clients if not client.has_resumed(since)]
+
+        wait_until(
+            lambda: not stuck(), PATIENCE_S, what=lambda: "\n".join([f"{when}: not working:", *stuck()])
+        )
+
+    def finish(self) -> None:
+        """Wait until everything that was acknowledged has come, as far as it does."""
+        for client in self.clients:
+            client.stop_publishing()
+        # Read the last acknowledgements.
+        time.sleep(1)
         try:
-            faults = Faults(cluster, chance)
-            for number in range(rounds):
-                primary = cluster.primary(names)
-                kind = chance.choice(kinds)
-                before = time.monotonic()
-                longest = _longest_silence(clients, lambda: getattr(faults, kind)(primary))  # noqa: B023
-                stood_still[kind].append(longest)
-                _say(
-                    f"round {number + 1}: {kind}, {time.monotonic() - before:.1f} s, publishing stood still "
-                    f"for {longest:.1f} s; {len(clients.acknowledged):,} acknowledged"
-                )
-            clients.stop_publishing()
-            cluster.primary(names)
-            missing: set[bytes] = set()
+            wait_until(lambda: not any(client.missing for client in self.clients), PATIENCE_S)
+        except AssertionError:
+            for client in self.clients:
+                if client.missing:
+                    say(f"lost: {client.name}: {sorted(client.missing)[:20]}")
 
-            def is_complete() -> bool:
-                nonlocal missing
-                missing = {*clients.acknowledged} - clients.delivered.keys()
-                return not missing
+    # the report
 
-            try:
-                wait_until(is_complete, 120)
-            except AssertionError:
-                _say(f"lost: {sorted(missing)[:20]}")
-        finally:
-            clients.close()
-    _say(
-        f"{rounds} faults, {len(clients.acknowledged):,} acknowledged, {len(missing)} lost, "
-        f"{len(clients.doubled_ids)} ids with two bodies"
-    )
-    for kind, times in sorted(stood_still.items()):
-        median, longest = statistics.median(times), max(times)
-        _say(f"  {kind:16} {len(times):4} times, median {median:5.1f} s, longest {longest:5.1f} s")
-    return not missing and not clients.doubled_ids
+    @property
+    def is_good(self) -> bool:
+        return not any(client.missing or client.doubled_ids for client in self.clients)
+
+    def report(self) -> None:
+        acknowledged: Counter[str] = Counter()
+        lost: Counter[str] = Counter()
+        doubled: Counter[str] = Counter()
+        for client in self.clients:
+            acknowledged.update(client.acknowledged.values())
+            lost.update(client.acknowledged[body] for body in client.missing)
+            doubled.update(client.doubled_ids)
+        say(
+            f"\n{self.rounds.total()} faults, {acknowledged.total():,} messages acknowledged, "
+            f"{lost.total()} lost, {doubled.total()} ids with two bodies"
+        )
+        say(
+            f"{'fault':30}{'rounds':>7}{'acknowledged':>14}{'lost':>6}{'two bodies':>12}"
+            f"{'publishing p50':>16}{'max':>7}{'consuming p50':>16}{'max':>7}"
+        )
+        for kind in sorted(self.rounds):
+            counts = f"{acknowledged[kind]:14,}{lost[kind]:6}{doubled[kind]:12}"
+            say(f"{kind:30}{self.rounds[kind]:7}{counts}{self._times([kind], RETRYING)}")
+        for title, kinds in (("a kill", AFTER_A_KILL), ("a silent partition", AFTER_A_PARTITION)):
+            if any(self.rounds[kind] for kind in kinds):
+                say(f"\nafter {title} of the primary: seconds until it works again")
+                say(f"{'':20}{'publishing p50':>16}{'max':>7}{'consuming p50':>16}{'max':>7}")
+                for client in self.clients:
+                    say(f"{client.name:20}{self._times(kinds, client.name)}")
+
+    def _times(self, kinds: Sequence[str], client: str) -> str:
+        shown = ""
+        for what in ("publishing", "consuming"):
+            times = [one for kind in kinds for one in self.stood_still[kind, client, what]]
+            shown += f"{statistics.median(times):16.1f}{max(times):7.1f}"
+        return shown
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
-def _longest_silence(clients: Clients, fault: Callable[[], None]) -> float:
-    """Makes the fault. Gives the longest time without an acknowledgement, up to the first one after it."""
-    longest, over = 0.0, threading.Event()
-
-    def make() -> None:
-        try:
-            fault()
-        finally:
-            over.set()
-
-    seen = clients.latest_ack
-    thread = threading.Thread(target=make)
-    thread.start()
-    deadline = time.monotonic() + 120
+def in_turn(kinds: list[str], chance: random.Random) -> Iterator[str]:
+    """All kinds, in one random order after the other."""
     while True:
-        ended, latest = over.is_set(), clients.latest_ack
-        longest = max(longest, latest - seen, time.monotonic() - latest)
-        if ended and latest > seen:
-            break
-        if not ended:
-            seen = latest
-        assert time.monotonic() < deadline, "publishing does not go on"
-        time.sleep(0.01)
-    thread.join()
-    return longest
+        yield from chance.sample(kinds, len(kinds))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=len(KINDS))
     parser.add_argument("--nodes", type=int, default=2, choices=range(2, 8))
     parser.add_argument("--coordinator", choices=["etcd", "postgresql"], default="etcd")
+    parser.add_argument("--durability", choices=["os", "fsync"], default="os")
+    parser.add_argument(
+        "--lease", type=float, default=3.0, help="--replication-lease of the nodes, in seconds"
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="of the times that faults last")
     parser.add_argument("--faults", default=",".join(KINDS), help="kinds of faults, separated by commas")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="failover-") as name:
-        directory = Path(name)
+    kinds = arguments.faults.split(",")
+    if not {*KINDS}.issuperset(kinds):
+        parser.error(f"--faults: there are {', '.join(KINDS)}")
+    bridge.enter()
+    chance = random.Random(arguments.seed)
+    names = "abcdefg"[: arguments.nodes]
+    start = start_etcd if arguments.coordinator == "etcd" else start_postgresql
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="failover-")))
         directory.chmod(0o711)
-        started = (run_etcd if arguments.coordinator == "etcd" else run_postgresql)(directory / "coordinator")
-        with started as url:
-            coordinator = url.replace("http://", "etcd://")
-            kinds = arguments.faults.split(",")
-            is_good = run(directory, coordinator, arguments.rounds, arguments.seed, kinds, arguments.nodes)
-    return 0 if is_good else 1
+        network = Network([*names, COORDINATOR])
+        stack.callback(network.close)
+        where = network.address(COORDINATOR), network.inside(COORDINATOR)
+        coordinator = stack.enter_context(start(directory / COORDINATOR, *where))
+        here = network.address(HERE)
+        lookupd = LookupdProcess(
+            tcp_address=f"{here}:4160", http_address=f"{here}:4161", broadcast_address=here
+        )
+        stack.callback(lookupd.close)
+        machines = Machines(
+            network,
+            directory,
+            coordinator,
+            names,
+            replication_lease=arguments.lease,
+            lookupd_tcp_address=f"{here}:4160",
+            durability=arguments.durability,
+            msg_timeout=5.0,
+            max_bytes_per_file=1 << 20,
+        )
+        stack.callback(machines.close)
+        run = Run(machines, f"{here}:4161", chance, arguments.scale)
+        stack.callback(run.close)
+        run.await_clients("at the start")
+        for kind in islice(in_turn(kinds, chance), arguments.rounds):
+            run.fault(kind)
+        run.finish()
+        run.report()
+        return 0 if run.is_good else 1
 
 
 if __name__ == "__main__":
