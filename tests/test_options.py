@@ -95,6 +95,7 @@ OUR_OPTIONS: dict[str, tuple[str, Any]] = {
     "replication-broadcast-address": ("replication_broadcast_address", ""),
     "replication-secret-file": ("replication_secret_file", ""),
     "replication-lease": ("replication_lease", 3.0),
+    "replication-snapshot-rate": ("replication_snapshot_rate", 52428800),
     "min-in-sync": ("min_in_sync", 1),
 }
 FROM_HOSTNAME = {

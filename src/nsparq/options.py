@@ -273,6 +273,12 @@ class NsqdOptions:
         DURATION,
         bound="positive",
     )
+    replication_snapshot_rate: int = opt(
+        50 << 20,
+        "bytes per second that the primary sends to a follower that joins, so that clients do not suffer",
+        INT,
+        bound="positive",
+    )
     min_in_sync: int = opt(
         1,
         "refuse publishes while fewer nodes, including the primary, have every acknowledged message",

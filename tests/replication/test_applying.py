@@ -12,9 +12,10 @@ import pytest
 
 from nsparq.replication.applying import Applier
 from nsparq.replication.changes import BadChange, Change, Kind, decode_changes
+from nsparq.replication.joining import LINKS, Joining
 from nsparq.replication.mark import MARK
 from nsparq.replication.recording import PrimaryFiles
-from nsparq.replication.snapshot import LINKS, Snapshot, remove_left_links
+from nsparq.replication.snapshot import Snapshot, remove_left_links
 from nsparq.storage.files import Buffer, Files
 from tests.broker.rig import Clock
 from tests.faults.power_cut import DURABILITIES, Life, QuickFiles, compare, drop
@@ -53,7 +54,8 @@ def directory() -> Iterator[Path]:
 
 def follow(changes: list[Change], target: Path) -> None:
     target.mkdir()
-    applier = Applier(target, QuickFiles())
+    files = QuickFiles()
+    applier = Applier(target, files, Joining(files, target, keeps_former=False))
     sent = b"".join(change.encode() for change in changes)
     for change in decode_changes(sent):
         applier.apply(change)
@@ -94,7 +96,7 @@ def test_a_follower_can_join_while_the_primary_works(directory: Path) -> None:
             snapshot, joined = Snapshot(life.files, life.path, open_files), life.files.now()
         life.step(5)
         sent = []
-        for change in snapshot.changes():
+        for change in snapshot.changes({}):
             sent.append(change)
             if chance.random() < 0.3:
                 life.step(1)
@@ -115,7 +117,7 @@ def test_snapshots_do_not_meet_and_a_later_run_removes_what_was_left(directory: 
     life.step(10)
     with life.files.frozen() as open_files:
         first, second = (Snapshot(life.files, life.path, open_files) for _ in range(2))
-    follow([*second.changes()], directory / "follower")
+    follow([*second.changes({})], directory / "follower")
     first.close()
     assert content(directory / "follower") == {
         name: data for name, data in content(life.path).items() if not name.startswith(LINKS)

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from nsparq.replication.changes import BadChange, Change, Kind
+from nsparq.replication.joining import Joining
 from nsparq.replication.recording import IN_ORDER
 from nsparq.replication.syncing import Sync
 from nsparq.storage.files import Files, Work
@@ -24,8 +25,10 @@ class Applier:
     """Makes changes below `root`. Raises BadChange for a change that cannot follow the others, and
     OSError if the disk refuses."""
 
-    def __init__(self, root: Path, files: Files | None = None) -> None:
+    def __init__(self, root: Path, files: Files | None = None, joining: Joining | None = None) -> None:
+        """`joining` is needed for a snapshot."""
         self._root = root
+        self.joining = joining
         self._files = files or Files()
         self._open: dict[int, int] = {}
         """Descriptors by file number."""
@@ -115,7 +118,15 @@ class Applier:
         source, target = change.names
         self._files.rename(self._path(source), self._path(target))
 
+    def _apply_keep(self, change: Change) -> None:
+        self._path(change.name)
+        if self.joining is None:
+            raise BadChange("KEEP after the snapshot")
+        self.joining.keep(change.name, change.number)
+
     def _apply_make_directory(self, change: Change) -> None:
+        if self.joining is not None:
+            self.joining.add_directory(change.name)
         self._files.make_directory(self._path(change.name))
 
     def _apply_remove_tree(self, change: Change) -> None:

@@ -38,6 +38,7 @@ class Kind(IntEnum):
     SYNC_DIRECTORY = 10  # number: as SYNC, data: name
     ALLOCATE = 11  # number: size, data: name
     SYNC_NAMED = 12  # number: as SYNC, data: name
+    KEEP = 13  # number: bytes, data: name. Of a snapshot: keep this beginning of a file
 
 
 class BadChange(NsparqError):

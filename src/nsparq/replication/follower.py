@@ -23,14 +23,19 @@ from nsparq.replication.frames import (
     proof,
     send_frame,
 )
-from nsparq.replication.mark import MARK, Mark, read_mark, write_mark
+from nsparq.replication.joining import Joining, WaitingChanges, inventory
+from nsparq.replication.mark import Mark, read_mark, write_mark
+from nsparq.replication.snapshot import remove_left_links
 from nsparq.replication.syncing import Syncing
+from nsparq.replication.tail import set_tail_aside
 from nsparq.storage.files import Files
 
 logger = logging.getLogger(__name__)
 
 PING_S: Final = 1.0
 """How often a follower shows that it is alive."""
+_CATCH_UP: Final = 4 << 20
+"""Bytes of changes that a follower makes before it looks for more of them."""
 
 
 class Refused(NsparqError):
@@ -38,7 +43,7 @@ class Refused(NsparqError):
 
 
 class ForeignData(NsparqError):
-    """The data path is not a copy of the cluster's. To follow would mean to empty it."""
+    """The data path is not a copy of the cluster's. To follow would mean to lose it."""
 
     def __init__(self, root: Path, cluster: str) -> None:
         super().__init__(
@@ -85,6 +90,8 @@ class Follower:
             pings = asyncio.create_task(_send_pings(writer))
             self._writer = writer
             try:
+                if not self._can_resume:
+                    await self._join(frames, writer)
                 self._confirm()
                 await self._take_changes(frames)
             finally:
@@ -130,49 +137,93 @@ class Follower:
         logger.info("REPLICATION: %s follows %s, epoch %d", self._name, primary, epoch)
         if not resumes:
             await self._syncing.close()
-            await asyncio.to_thread(self._clear)
+            await asyncio.to_thread(self._begin)
 
     @property
     def _can_resume(self) -> bool:
         """Without open files it cannot go on, only begin."""
         return self.is_complete and self._applier is not None and self._sync_error is None
 
-    def _clear(self) -> None:
-        """Empty the data path: a snapshot follows."""
+    # joining
+
+    def _begin(self) -> None:
+        """The data path is not a whole one until a snapshot is complete."""
         with self._lock:
             self._close()
             self.is_complete = False
             mark, names = read_mark(self._files, self._root), self._files.list_directory(self._root)
             if names and (mark is None or mark.cluster != self._cluster):
                 raise ForeignData(self._root, self._cluster)
-            write_mark(self._files, self._root, Mark(self._cluster, is_complete=False))
-            for name in names:
-                path = self._root / name
-                if path.is_dir():
-                    self._files.remove_tree(path)
-                elif name != MARK:
-                    self._files.unlink(path)
+            remove_left_links(self._root)
+            was_primary = mark is not None and mark.was_primary
+            write_mark(self._files, self._root, Mark(self._cluster, False, was_primary))
             self._sync_error = None
-            self._applier = Applier(self._root, self._files)
+            joining = Joining(self._files, self._root, keeps_former=was_primary)
+            self._applier = Applier(self._root, self._files, joining)
 
-    def _complete(self, number: int) -> None:
+    async def _join(self, frames: FrameStream, writer: asyncio.StreamWriter) -> None:
+        """Take a snapshot. Changes that come meanwhile wait in a file, and are made then."""
+        kept = await asyncio.to_thread(inventory, self._files, self._root)
+        send_frame(writer, Frame.of_fields(FrameKind.INVENTORY, {"files": kept}))
+        waiting = WaitingChanges(self._files, self._root)
+        end: int | None = None
+        """Number of changes that the data path needs; known after the snapshot."""
+        taking: asyncio.Task[Frame] | None = None
+        try:
+            while end is None or self.number < end or not waiting.is_empty or (taking and taking.done()):
+                if taking is None:
+                    kinds = FrameKind.JOINING, FrameKind.SNAPSHOT, FrameKind.JOINED, FrameKind.CHANGES
+                    taking = asyncio.create_task(frames.take(*kinds))
+                if end is not None and not waiting.is_empty:
+                    await asyncio.to_thread(self._apply_waiting, waiting)
+                else:
+                    await asyncio.wait([taking])
+                if not taking.done():
+                    continue
+                frame, taking = taking.result(), None
+                if frame.kind is FrameKind.JOINING:
+                    self.number = frame.number
+                elif frame.kind is FrameKind.SNAPSHOT:
+                    await asyncio.to_thread(self._apply, frame.data, is_snapshot=True)
+                elif frame.kind is FrameKind.CHANGES:
+                    await asyncio.to_thread(waiting.add, frame.number, frame.rest)
+                else:
+                    end = frame.number
+                    await asyncio.to_thread(self._end_snapshot)
+        finally:
+            await _end(taking)
+            await asyncio.to_thread(waiting.close)
+        await asyncio.to_thread(self._complete)
+        logger.info("REPLICATION: %s has a copy of the data path", self._name)
+
+    def _apply_waiting(self, waiting: WaitingChanges) -> None:
+        """Make some of the changes that wait: more than come meanwhile."""
+        size = 0
+        while not waiting.is_empty and size < _CATCH_UP:
+            first, data = waiting.take()
+            size += len(data)
+            self._apply(data, first)
+
+    def _end_snapshot(self) -> None:
         with self._lock:
+            if self._applier is None or self._applier.joining is None:
+                raise BadFrame("the end of a snapshot that has not begun")
+            self._applier.joining.remove_others()
+            self._applier.joining = None
+            self._files.sync_pending()
+
+    def _complete(self) -> None:
+        with self._lock:
+            set_tail_aside(self._files, self._root, self.epoch)
             write_mark(self._files, self._root, Mark(self._cluster, is_complete=True))
-            self.number, self.is_complete = number, True
+            self.is_complete = True
+
+    # following
 
     async def _take_changes(self, frames: FrameStream) -> None:
         while True:
-            frame = await frames.take(FrameKind.SNAPSHOT, FrameKind.JOINED, FrameKind.CHANGES)
-            if frame.kind is FrameKind.SNAPSHOT:
-                await asyncio.to_thread(self._apply, frame.data)
-                continue
-            if frame.kind is FrameKind.JOINED:
-                await asyncio.to_thread(self._complete, frame.number)
-                logger.info("REPLICATION: %s has a snapshot of the data path", self._name)
-            else:
-                if not self.is_complete or frame.number != self.number:
-                    raise BadFrame(f"changes from {frame.number} on, after {self.number}")
-                await asyncio.to_thread(self._apply, frame.rest)
+            frame = await frames.take(FrameKind.CHANGES)
+            await asyncio.to_thread(self._apply, frame.rest, frame.number)
             self._confirm()
             await self._syncing.has_room()
 
@@ -184,20 +235,22 @@ class Follower:
             synced = min(made, self._syncing.before)
             send_frame(self._writer, Frame.of_numbers(FrameKind.CONFIRM, made, synced))
 
-    def _apply(self, data: bytes) -> None:
-        """Make changes. Their syncs are left in the applier."""
+    def _apply(self, data: bytes, first: int = 0, *, is_snapshot: bool = False) -> None:
+        """Make changes, before which there are `first` ones. Their syncs are left in the applier."""
+        if not is_snapshot and first != self.number:
+            raise BadFrame(f"changes from {first} on, after {self.number}")
         changes = [*decode_changes(data)]
         with self._lock:
             if self._applier is None:
                 raise ConnectionAbortedError("this node follows no longer")
             try:
-                for number, change in enumerate(changes, self.number + 1):
+                for number, change in enumerate(changes, first + 1):
                     self._applier.apply(change, number)
             except BaseException:
                 # Some are made, and some are not. The data path is a good one, but nobody knows which.
                 self._close()
                 raise
-            if self.is_complete:
+            if not is_snapshot:
                 self.number += len(changes)
 
     def _sync_ended(self, error: BaseException | None) -> None:
@@ -208,6 +261,12 @@ class Follower:
         self._sync_error = error
         if self._writer is not None:
             self._writer.transport.abort()
+
+
+async def _end(task: asyncio.Task[Frame] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _send_pings(writer: asyncio.StreamWriter) -> None:

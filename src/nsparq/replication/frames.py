@@ -39,11 +39,13 @@ class FrameKind(IntEnum):
     HELLO = 2  # to the primary: JSON with version, name, proof, nonce, and the epoch and number that it has
     WELCOME = 3  # to the follower: JSON with name, proof, epoch, and whether it goes on where it was
     REFUSED = 4  # to the follower: the reason, as text
-    SNAPSHOT = 5  # to the follower: changes that make an empty data path equal to a snapshot
-    JOINED = 6  # to the follower: the snapshot is complete; number of changes that it includes
+    SNAPSHOT = 5  # to the follower: changes that make its data path equal to a snapshot
+    JOINED = 6  # to the follower: end of the snapshot; its bytes may have that many changes
     CHANGES = 7  # to the follower: number of changes before these, and changes
     CONFIRM = 8  # to the primary: number of changes that the follower has made, and has synced
     PING = 9  # in both directions: still there
+    INVENTORY = 10  # to the primary: JSON with the files that a follower has; it gets the rest
+    JOINING = 11  # to the follower: a snapshot follows, with the names after that many changes
 
 
 class BadFrame(NsparqError):

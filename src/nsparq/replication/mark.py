@@ -21,6 +21,8 @@ class Mark(NamedTuple):
     cluster: str
     is_complete: bool
     """False while a snapshot is being received."""
+    was_primary: bool = False
+    """Whether this node was primary since it joined last. It may have what nobody else has."""
 
 
 def write_mark(files: Files, root: Path, mark: Mark) -> None:
@@ -35,4 +37,4 @@ def read_mark(files: Files, root: Path) -> Mark | None:
         return None
     if fields.get("format") != _FORMAT:
         raise ValueError(f"{root / MARK} has format {fields.get('format')}, and this version knows {_FORMAT}")
-    return Mark(str(fields["cluster"]), bool(fields["is_complete"]))
+    return Mark(str(fields["cluster"]), bool(fields["is_complete"]), bool(fields.get("was_primary")))

@@ -29,7 +29,7 @@ from nsparq.replication.follower import Follower, ForeignData, Refused
 from nsparq.replication.frames import BadFrame
 from nsparq.replication.mark import Mark, read_mark, write_mark
 from nsparq.replication.membership import Membership
-from nsparq.replication.primary import Primary
+from nsparq.replication.primary import SNAPSHOT_RATE, Primary
 from nsparq.storage.files import Files
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,8 @@ class NodeSettings:
     """`host:port` that followers connect to."""
     lease_s: float
     """How long a sign of life holds."""
+    snapshot_rate: float = SNAPSHOT_RATE
+    """Bytes per second for a follower that joins."""
 
 
 class Node:
@@ -161,7 +163,7 @@ class Node:
         if membership.epoch == epoch and monotonic() < until and membership.in_sync - {name}:
             return False
         mark = read_mark(self._files, self.settings.root)
-        if mark != Mark(self.settings.cluster, is_complete=True):
+        if mark is None or not mark.is_complete or mark.cluster != self.settings.cluster:
             self._show(
                 f"cannot take over: the record says that {name!r} has a copy, but there is none in "
                 f"{self.settings.root}",
@@ -204,9 +206,15 @@ class Node:
         settings = self.settings
         self._show(f"{settings.name} is primary, in epoch {found.membership.epoch}")
         self._should_end.clear()
-        write_mark(self._files, settings.root, Mark(settings.cluster, is_complete=True))
+        write_mark(self._files, settings.root, Mark(settings.cluster, is_complete=True, was_primary=True))
         record = _Record(self._coordinator, found, self._should_end.set)
-        primary = Primary(settings.root, found.membership, settings.secret, record.change_set)
+        primary = Primary(
+            settings.root,
+            found.membership,
+            settings.secret,
+            record.change_set,
+            snapshot_rate=settings.snapshot_rate,
+        )
         record.primary = self.primary = primary
         keeping = asyncio.create_task(record.keep_alive(settings.name, settings.lease_s / 4))
         server = self._make_server(self, primary)

@@ -25,6 +25,7 @@ from nsparq.replication.frames import (
     proof,
     send_frame,
 )
+from nsparq.replication.joining import Kept
 from nsparq.replication.membership import Membership
 from nsparq.replication.recording import PrimaryFiles
 from nsparq.replication.snapshot import Snapshot, remove_left_links
@@ -36,6 +37,12 @@ SNAPSHOT_BYTES: Final = 1 << 20
 GREETING_S: Final = 10.0
 SILENCE_S: Final = 5.0
 """A follower that says nothing for so long counts as lost, and one that makes no progress."""
+STALLED_S: Final = 60.0
+"""The same for a follower that joins, and does not take what it is sent."""
+SNAPSHOT_RATE: Final = 50 << 20
+"""Bytes per second of a snapshot."""
+COMPARING: Final = 4
+"""Blocks that a follower has already count this much less: they are read, and not sent."""
 
 
 class Primary:
@@ -49,12 +56,14 @@ class Primary:
         change_set: ChangeSet,
         *,
         silence: float = SILENCE_S,
+        snapshot_rate: float = SNAPSHOT_RATE,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._root = root
         remove_left_links(root)
         self._secret = secret
         self._silence = silence
+        self._snapshot_rate = snapshot_rate
         self._feed = Feed(self._wake)
         self.files = PrimaryFiles(root, self._feed.record)
         """For the broker."""
@@ -157,7 +166,7 @@ class Primary:
         elif self.acknowledging.is_fenced or epoch > membership.epoch:
             reason = "this node is no longer primary"
         elif not resumes and self.acknowledging.may_take_over(str(name)):
-            # It would empty its data path, which may be the last copy of what was acknowledged.
+            # It would change its data path, which may be the last copy of what was acknowledged.
             reason = "it is still in the in-sync set, and must leave that first; try again"
         if reason:
             send_frame(writer, Frame(FrameKind.REFUSED, reason.encode()))
@@ -175,9 +184,10 @@ class Primary:
     async def _follow(self, follower: _Follower, frames: FrameStream, position: int | None) -> None:
         """Serve a follower until its connection ends."""
         if position is None:
-            position = await self._send_snapshot(follower)
-        follower.position = position
-        follower.send_changes()
+            position = await self._send_snapshot(follower, await self._take_inventory(frames))
+        else:
+            follower.position = position
+            follower.send_changes()
         is_caught_up = False
         progress, latest_progress = NOTHING, self._loop.time()
         while True:
@@ -190,28 +200,57 @@ class Primary:
                     self.acknowledging.caught_up(follower.name, progress)
                 elif is_caught_up:
                     self.acknowledging.confirmed(follower.name, progress)
-            elif min(progress) >= follower.position:
+            elif min(progress) >= (follower.position or 0):
                 latest_progress = self._loop.time()
             elif is_caught_up and self._loop.time() - latest_progress > self._silence:
                 # It is alive, but its disk stands still.
                 raise TimeoutError
 
-    async def _send_snapshot(self, follower: _Follower) -> int:
-        """Gives the number of changes that it includes."""
+    async def _take_inventory(self, frames: FrameStream) -> dict[str, Kept]:
+        """The files that a follower has. It reads all of them first, and shows that it is alive."""
+        while True:
+            async with asyncio.timeout(self._silence):
+                frame = await frames.take(FrameKind.INVENTORY, FrameKind.PING)
+            if frame.kind is FrameKind.INVENTORY:
+                (files,) = frame.fields("files")
+                return {name: Kept(int(size), str(digests)) for name, (size, digests) in files.items()}
+
+    async def _send_snapshot(self, follower: _Follower, inventory: dict[str, Kept]) -> int:
+        """Gives the number of changes that the follower must make, so that no byte of the snapshot is
+        newer than its data path."""
         with self.files.frozen() as open_files:
             self._flush()
-            number = self._feed.end
             snapshot = Snapshot(self.files, self._root, open_files)
+        # From here on the follower gets all changes, too.
+        follower.position = self._feed.end
+        writer = follower.writer
+        send_frame(writer, Frame.of_number(FrameKind.JOINING, follower.position))
         logger.info("REPLICATION: sending a snapshot to %s", follower)
+        due = self._loop.time()
+        sent = 0
         try:
-            changes = snapshot.changes()
-            while data := await asyncio.to_thread(_next_piece, changes):
-                send_frame(follower.writer, Frame(FrameKind.SNAPSHOT, data))
-                await follower.writer.drain()
+            changes = snapshot.changes(inventory)
+            while True:
+                compared = snapshot.compared
+                data = await asyncio.to_thread(_next_piece, changes, snapshot)
+                if not data:
+                    break
+                sent += len(data)
+                if writer.is_closing():
+                    raise ConnectionResetError("the connection has ended")
+                send_frame(writer, Frame(FrameKind.SNAPSHOT, data))
+                async with asyncio.timeout(STALLED_S):
+                    await writer.drain()
+                cost = len(data) + (snapshot.compared - compared) / COMPARING
+                due = max(due, self._loop.time() - 1) + cost / self._snapshot_rate
+                await asyncio.sleep(due - self._loop.time())
         finally:
             await asyncio.to_thread(snapshot.close)
-        send_frame(follower.writer, Frame.of_number(FrameKind.JOINED, number))
-        return number
+        self._flush()
+        send_frame(writer, Frame.of_number(FrameKind.JOINED, self._feed.end))
+        had = snapshot.compared
+        logger.info("REPLICATION: %s was sent %d bytes of the snapshot, and had %d", follower, sent, had)
+        return self._feed.end
 
 
 class _Follower:
@@ -245,13 +284,13 @@ class _Follower:
             self.writer.transport.abort()
 
 
-def _next_piece(changes: Iterator[Change]) -> bytes:
+def _next_piece(changes: Iterator[Change], snapshot: Snapshot) -> bytes:
     """The next changes of a snapshot, encoded; nothing at its end."""
     pieces: list[bytes] = []
-    size = 0
+    size = -snapshot.compared // COMPARING
     for change in changes:
         pieces.append(change.encode())
         size += len(pieces[-1])
-        if size >= SNAPSHOT_BYTES:
+        if size + snapshot.compared // COMPARING >= SNAPSHOT_BYTES:
             break
     return b"".join(pieces)

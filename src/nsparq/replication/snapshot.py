@@ -11,7 +11,7 @@ A snapshot consists of changes, too. The follower makes them like any others.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
@@ -19,12 +19,9 @@ from tempfile import mkdtemp
 from typing import Final
 
 from nsparq.replication.changes import Change, Kind
-from nsparq.replication.mark import MARK
+from nsparq.replication.joining import BLOCK, LINKS, NOTHING, Kept, walk
 from nsparq.replication.recording import IN_ORDER, PrimaryFiles
 
-LINKS: Final = ".joining"
-"""How the directory of the hard links begins, in the data path. Each snapshot has one."""
-CHUNK: Final = 1 << 20
 _FIRST_NUMBER: Final = 1 << 31
 """The primary's own numbers of files do not reach this."""
 
@@ -40,35 +37,36 @@ class Snapshot:
         self._files = files
         self._links = Path(mkdtemp(prefix=LINKS, dir=root))
         self._directories: list[str] = []
-        self._names: list[str] = []
-        """Names of the files; their links have the numbers as names."""
+        self._names: list[tuple[int, str]]
+        """Names of links and of their files. The oldest is first: sealed segments do not change any
+        more, and what changes is read late."""
         self._open: dict[int, str | None] = {}
         """Files that the primary has open. None for a file without a name."""
+        self.compared = 0
+        """Bytes that were read and need not be sent."""
         names: dict[tuple[int, int], str] = {}
-        for above, directories, found in os.walk(root):
-            directories[:] = sorted(one for one in directories if not one.startswith(LINKS))
-            within = Path(above).relative_to(root)
-            self._directories += [(within / one).as_posix() for one in directories]
-            for one in sorted(found):
-                if one == MARK and within == Path():
-                    continue  # each node has its own
-                name = (within / one).as_posix()
+        ages: list[tuple[int, int, str]] = []
+        for within, directories, found in walk(root):
+            self._directories += [within + one for one in directories]
+            for name in (within + one for one in found):
                 # A directory that is being removed loses its files meanwhile.
                 with suppress(FileNotFoundError):
-                    link = self._links / str(len(self._names))
+                    link = self._links / str(len(ages))
                     os.link(root / name, link)
-                    names[_identity(os.stat(link))] = name
-                    self._names.append(name)
+                    status = os.stat(link)
+                    names[_identity(status)] = name
+                    ages.append((status.st_mtime_ns, len(ages), name))
+        self._names = [(place, name) for _, place, name in sorted(ages)]
         for number, fd in open_files.items():
             self._open[number] = names.get(_identity(os.fstat(fd)))
 
-    def changes(self) -> Iterator[Change]:
-        """What makes an empty data path equal to the snapshot, synced. Reads the files on the
-        way."""
+    def changes(self, inventory: Mapping[str, Kept]) -> Iterator[Change]:
+        """What makes a data path with these files equal to the snapshot, synced. Reads the files on
+        the way."""
         for name in self._directories:
             yield Change.of_name(Kind.MAKE_DIRECTORY, name)
-        for place, name in enumerate(self._names):
-            yield from self._file(place, name)
+        for place, name in self._names:
+            yield from self._file(place, name, inventory.get(name, NOTHING))
         for number, open_name in self._open.items():
             yield Change.of_name(Kind.OPEN, open_name or LINKS, file=number)
             if open_name is None:
@@ -77,11 +75,18 @@ class Snapshot:
         for name in ("", *self._directories):
             yield Change.of_name(Kind.SYNC_DIRECTORY, name, number=IN_ORDER)
 
-    def _file(self, place: int, name: str) -> Iterator[Change]:
-        number, position = _FIRST_NUMBER + place, 0
-        yield Change.of_name(Kind.OPEN, name, file=number)
+    def _file(self, place: int, name: str, kept: Kept) -> Iterator[Change]:
+        number, position, is_equal = _FIRST_NUMBER + place, 0, True
         with self._files.opened(self._links / str(place), read_only=True) as fd:
-            while data := self._files.read(fd, CHUNK, position):
+            while is_equal:
+                data = self._files.read(fd, BLOCK, position)
+                size = kept.has_block(position, data)
+                is_equal = size > 0
+                position += size
+                self.compared += size
+            yield Change.of_name(Kind.KEEP, name, number=position)
+            yield Change.of_name(Kind.OPEN, name, file=number)
+            while data := self._files.read(fd, BLOCK, position):
                 yield Change(Kind.WRITE, number, position, data)
                 position += len(data)
         yield Change(Kind.SYNC, number, IN_ORDER)

@@ -93,6 +93,7 @@ class ReplicatedNsqd:
             listen=listen,
             address=address,
             lease_s=options.replication_lease,
+            snapshot_rate=options.replication_snapshot_rate,
         )
         self._lock()
         try:

@@ -1,0 +1,206 @@
+"""A node joins: it keeps what it has, gets the rest, and can be cut off at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from nsparq.replication.follower import Follower
+from nsparq.replication.joining import BLOCK, FORMER, SET_ASIDE, WAITING, Kept, inventory
+from nsparq.replication.mark import Mark, read_mark, write_mark
+from nsparq.replication.membership import Membership
+from nsparq.replication.primary import Primary
+from nsparq.storage.files import Buffer, Files
+from tests.broker.rig import Receipt, publish
+from tests.faults.power_cut import QuickFiles
+from tests.replication.test_applying import content
+from tests.replication.test_link import SECRET, Cluster, cluster, following, new_follower
+from tests.replication.test_link import directory as directory
+from tests.support.aio import run, until
+
+
+def sent_and_had(caplog: pytest.LogCaptureFixture) -> tuple[int, int]:
+    """Of the last snapshot, in bytes."""
+    (args,) = [one.args for one in caplog.records if "bytes of the snapshot" in one.msg][-1:]
+    assert isinstance(args, tuple)
+    _, sent, had = args
+    assert isinstance(sent, int) and isinstance(had, int)
+    return sent, had
+
+
+async def join(made: Cluster, follower: Follower) -> None:
+    async with following(follower, made.port) as task:
+        await until(lambda: made.asked or task.done())
+        if task.done():
+            task.result()
+        made.grant()
+        made.life.step(5)
+        safe = asyncio.create_task(made.is_safe())
+        await until(lambda: made.grant() or safe.done())
+        if task.done():
+            task.result()
+    await follower.close()
+    await until(lambda: made.asked or made.in_sync == "a")
+    made.grant()
+
+
+def test_a_node_that_was_away_gets_only_what_it_has_not(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with cluster(directory) as made:
+            (made.path / "sealed").write_bytes(random.Random(1).randbytes(3 * BLOCK + 100))
+            (made.path / "growing").write_bytes(b"a" * (BLOCK + 10))
+            await join(made, new_follower(directory))
+            with (made.path / "growing").open("ab") as file:
+                file.write(b"b" * BLOCK)
+            (directory / "b" / "left over").write_bytes(b"")
+            await join(made, new_follower(directory))
+            sent, had = sent_and_had(caplog)
+            assert had >= 4 * BLOCK and BLOCK < sent < 2 * BLOCK
+            assert content(directory / "b") == content(made.path)
+
+    with caplog.at_level("INFO"):
+        run(scenario())
+
+
+class EndingFiles(QuickFiles):
+    """A disk whose process dies at a call: nothing more happens."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def _count(self) -> None:
+        self.calls -= 1
+        if self.calls < 0:
+            raise OSError("the process has died")
+
+    def write(self, fd: int, buffers: Sequence[Buffer], position: int) -> None:
+        self._count()
+        super().write(fd, buffers, position)
+
+    def truncate(self, fd: int, size: int) -> None:
+        self._count()
+        super().truncate(fd, size)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._count()
+        super().rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        self._count()
+        super().unlink(path)
+
+    def remove_tree(self, path: Path) -> None:
+        self._count()
+        super().remove_tree(path)
+
+
+def test_joining_can_be_cut_off_at_any_moment(directory: Path) -> None:
+    async def scenario() -> None:
+        async with cluster(directory) as made:
+            path, cut_off = directory / "b", 0
+            for number in range(12):
+                made.life.step(10)
+                await join(made, new_follower(directory))
+                made.life.step(10)
+                # As if this node had been primary, with changes of its own.
+                (path / "own").write_bytes(b"own")
+                write_mark(Files(), path, Mark("test", True, was_primary=True))
+                with suppress(OSError):
+                    await join(made, Follower(path, "test", "b", SECRET, EndingFiles(3 + 4 * number)))
+                mark = read_mark(Files(), path)
+                assert mark is not None
+                cut_off += not mark.is_complete
+                await join(made, new_follower(directory))
+                # A topic that was deleted since may have been set aside.
+                shutil.rmtree(path / SET_ASIDE, ignore_errors=True)
+                assert content(path) == content(made.path)
+                assert read_mark(Files(), path) == Mark("test", True, was_primary=False)
+                assert not (path / FORMER).exists() and not (path / WAITING).exists()
+        assert cut_off > 6
+
+    run(scenario())
+
+
+def test_a_node_takes_over_only_with_all_changes_that_the_snapshot_may_show(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The primary goes on while files are read: what the follower has then is of no one moment."""
+
+    async def scenario() -> None:
+        async with cluster(directory) as made:
+            made.life.step(20)
+            made.primary._snapshot_rate = 4_000_000
+            monkeypatch.setattr("nsparq.replication.primary.SNAPSHOT_BYTES", 500)
+            follower = new_follower(directory)
+            seen: list[int] = []
+            async with following(follower, made.port):
+                while not made.asked:
+                    made.life.step(1)
+                    if not follower.is_complete:
+                        assert read_mark(Files(), directory / "b") in (None, Mark("test", False))
+                        seen.append(made.primary._feed.recorded)
+                    await asyncio.sleep(0.01)
+                begun = made.primary.acknowledging.progress_of("b").made
+                made.grant()
+                await made.is_safe()
+                assert content(directory / "b") == content(made.path)
+            assert len(seen) > 3 and begun > seen[0]
+            await follower.close()
+
+    run(scenario())
+
+
+def test_what_a_former_primary_never_acknowledged_is_set_aside(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with cluster(directory) as made:
+            made.life.step(20)
+            await join(made, new_follower(directory))
+            broker = made.life.broker
+            # Nobody follows any more, and these are never acknowledged.
+            publish(broker, "a", [b"late", b"\xff"], Receipt())
+            publish(broker, "new", [b"first"], Receipt())
+            broker.turn()
+        write_mark(Files(), made.path, Mark("test", True, was_primary=True))
+        asked: list[Membership] = []
+        primary = Primary(directory / "b", Membership(2, "b", frozenset("b")), SECRET, asked.append)
+        port = await primary.listen("127.0.0.1", 0)
+        follower = Follower(made.path, "test", "a", SECRET, QuickFiles())
+        async with following(follower, port):
+            await until(lambda: asked)
+        await follower.close()
+        await primary.close()
+
+    run(scenario())
+    former, present = content(directory / "a"), content(directory / "b")
+    aside = {name: data for name, data in former.items() if name.startswith(SET_ASIDE)}
+    assert {name: data for name, data in former.items() if name not in aside} == present
+    lines = {name: [json.loads(line) for line in data.splitlines()] for name, data in aside.items() if data}
+    bodies = {
+        name: [line.get("body") or line["body_base64"] for line in found] for name, found in lines.items()
+    }
+    assert bodies == {"set-aside/a-2.jsonl": ["late", "/w=="], "set-aside/new-2.jsonl": ["first"]}
+    assert "2 messages of topic a are not on the primary" in caplog.text
+
+
+def test_blocks_are_compared_by_content(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"a" * BLOCK + b"bcd")
+    kept = inventory(Files(), tmp_path)["file"]
+    assert kept.size == BLOCK + 3
+    assert kept.has_block(0, b"a" * BLOCK) == BLOCK
+    assert kept.has_block(0, b"a" * (BLOCK - 1)) == 0
+    assert kept.has_block(0, b"a" * (BLOCK - 1) + b"b") == 0
+    assert kept.has_block(BLOCK, b"bcdef") == 3
+    assert kept.has_block(BLOCK + 3, b"ef") == 0
+    assert Kept(0, "").has_block(0, b"a") == 0
