@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -12,6 +13,8 @@ class Health:
 
     def __init__(self) -> None:
         self.errors: dict[str, str] = {}
+        self.other: Callable[[], str | None] = lambda: None
+        """Another source, which is asked each time."""
 
     def set(self, error: str | None, source: str = "publish") -> None:
         """Note the error of a source; None if it works again. A source is publishing, or an
@@ -28,4 +31,4 @@ class Health:
     @property
     def error(self) -> str | None:
         """The oldest error, or None."""
-        return next(iter(self.errors.values())) if self.errors else None
+        return next(iter(self.errors.values())) if self.errors else self.other()
