@@ -56,10 +56,12 @@ MAY_IMPORT = {
     "wire": BASE | {"kernel"},
     "storage": BASE,
     "replication": BASE | {"fetch", "storage"},
+    "archive": BASE | {"storage"},
     "broker": BASE | {"delivery_policy", "flags", "json_pointer", "options", "storage", "wire"},
     "server": BASE
     | DAEMON
     | {
+        "archive",
         "broker",
         "busy_poll",
         "delivery_policy",

@@ -81,6 +81,14 @@ OUR_OPTIONS: dict[str, tuple[str, Any]] = {
     "retention-age": ("retention_age", 0.0),
     "retention-bytes": ("retention_bytes", 0),
     "topics-file": ("topics_file", ""),
+    "archive": ("archive", ""),
+    "restore": ("restore", False),
+    "archive-local-bytes": ("archive_local_bytes", 0),
+    "archive-retention-age": ("archive_retention_age", 0.0),
+    "archive-retention-bytes": ("archive_retention_bytes", 0),
+    "archive-bandwidth": ("archive_bandwidth", 100 << 20),
+    "archive-cache-path": ("archive_cache_path", ""),
+    "archive-cache-bytes": ("archive_cache_bytes", 1 << 30),
     "transaction-timeout": ("transaction_timeout", 3600.0),
     "transaction-retention": ("transaction_retention", 604800.0),
     "max-staged-bytes": ("max_staged_bytes", 32 << 30),
@@ -94,9 +102,6 @@ OUR_OPTIONS: dict[str, tuple[str, Any]] = {
     "replication-address": ("replication_address", "0.0.0.0:4153"),
     "replication-broadcast-address": ("replication_broadcast_address", ""),
     "replication-secret-file": ("replication_secret_file", ""),
-    "replication-tls-cert": ("replication_tls_cert", ""),
-    "replication-tls-key": ("replication_tls_key", ""),
-    "replication-tls-root-ca-file": ("replication_tls_root_ca_file", ""),
     "replication-lease": ("replication_lease", 3.0),
     "replication-snapshot-rate": ("replication_snapshot_rate", 52428800),
     "min-in-sync": ("min_in_sync", 1),
@@ -414,14 +419,6 @@ def test_tls_required_may_be_nothing_else() -> None:
         NsqdOptions(tls_required="perhaps")  # type: ignore[arg-type]  # that is the point
 
 
-CLUSTER = {
-    "replication_cluster": "c",
-    "replication_coordinator": "etcd://127.0.0.1:2379",
-    "replication_secret_file": "secret",
-    "replication_name": "a",
-}
-
-
 @pytest.mark.parametrize(
     ("values", "text"),
     [
@@ -447,35 +444,6 @@ CLUSTER = {
             {"e2e_processing_latency_percentile": (float("nan"),)},
             "invalid E2E processing latency percentile: nan",
         ),
-        ({"min_in_sync": 2}, "--min-in-sync needs --replication-cluster"),
-        (
-            {"replication_coordinator": "etcd://h:1"},
-            "--replication-coordinator needs --replication-cluster",
-        ),
-        ({"replication_tls_cert": "c"}, "--replication-tls-cert needs --replication-cluster"),
-        ({"replication_cluster": "c"}, "--replication-cluster needs --replication-coordinator"),
-        (
-            {**CLUSTER, "replication_cluster": "a/b"},
-            "--replication-cluster must have 1 to 64 characters of `.a-zA-Z0-9_-`",
-        ),
-        (
-            {**CLUSTER, "replication_name": "a b"},
-            "--replication-name must have 1 to 64 characters of `.a-zA-Z0-9_-`",
-        ),
-        (
-            {**CLUSTER, "replication_tls_cert": "c", "replication_tls_key": "k"},
-            (
-                "--replication-tls-cert, --replication-tls-key, --replication-tls-root-ca-file must be given "
-                "together"
-            ),
-        ),
-        (
-            {**CLUSTER, "durability": "memory"},
-            (
-                "--replication-cluster does not work with --durability=memory: messages would be "
-                "acknowledged before they are copied"
-            ),
-        ),
         ({"sync_every": 0}, "--sync-every must be positive"),
         ({"sync_timeout": 0.0}, "--sync-timeout must be positive"),
         ({"mem_queue_size": -1}, "--mem-queue-size must not be negative"),
@@ -497,7 +465,6 @@ def test_the_limits_of_the_valid_ranges_are_valid() -> None:
         {"node_id": 1023, "max_deflate_level": 9, "e2e_processing_latency_percentile": (1.0, 0.001)},
         {"tls_cert": "c", "tls_key": "k", "tls_required": TlsRequired.YES},
         {"auth_http_request_method": "post"},
-        {**CLUSTER, "min_in_sync": 2},
     ):
         NsqdOptions(**values).validate()
 

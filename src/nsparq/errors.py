@@ -13,6 +13,9 @@ NsparqError
 │   ├── TooFewReplicas   fewer nodes than --min-in-sync have a copy; nothing is kept
 │   ├── SyncFailed       an fsync failed; the messages may be delivered or lost
 │   ├── CorruptBatch     bytes on disk that differ from what was written
+│   ├── ArchiveUnavailable the object store of the archive cannot be used; tried again later
+│   ├── Replaced         archive.topic_archive: another nsqd archives this log now
+│   ├── BadManifest      storage.manifest: not a manifest that this version understands
 │   ├── CorruptRange     storage.raw_batch: bytes of a range that are not valid batches
 │   ├── OffsetGone       storage.log_range: the log no longer has this sequence number
 │   └── OffsetAhead      storage.log_range: the log has not reached this sequence number
@@ -137,6 +140,10 @@ class SyncFailed(StorageError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"fsync failed: {reason}; the message may be delivered or lost")
+
+
+class ArchiveUnavailable(StorageError, OSError):
+    """The object store of the archive cannot be reached, refuses, or does not have what it should."""
 
 
 class CorruptBatch(StorageError):

@@ -5,12 +5,12 @@ docs/reference.
 """
 
 import hashlib
-import re
 import socket
 import sys
 import zlib
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Final
 
 from nsparq.flags import parse_bool
@@ -33,7 +33,6 @@ from nsparq.option_table import (
 __all__ = ["TABLE", "NsqdOptions", "TlsRequired", "default_node_id"]
 
 NODE_IDS: Final = 1024
-_NODE_NAME: Final = re.compile(r"[.a-zA-Z0-9_-]{1,64}")
 
 
 class TlsRequired(StrEnum):
@@ -69,10 +68,6 @@ def default_node_id(hostname: str) -> int:
     """The default node id of a host: NSQ's, so that it stays after a migration."""
     digest = hashlib.md5(hostname.encode(), usedforsecurity=False).digest()
     return zlib.crc32(digest) % NODE_IDS
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +237,60 @@ class NsqdOptions:
         16 << 30, "the same limit for the transactions of one producer", INT, bound="not negative"
     )
 
+    archive: str = opt(
+        "",
+        "object store to which sealed log files go: `s3://bucket/prefix`, `gs://bucket/prefix`, "
+        "`az://account/container/prefix` or `file:///directory`; empty means no archive. Credentials and "
+        "endpoints come from the store's usual environment variables. See docs/how-to/archive.md",
+        STRING,
+        heading="Archive",
+    )
+    restore: bool = opt(
+        False,
+        "at a start with an empty data path, bring back the topics that the archive has of this --node-id, "
+        "with their channels; a data path that has topics is left as it is",
+        BOOL,
+    )
+    archive_local_bytes: int = opt(
+        0,
+        "limit in bytes per topic for log files on disk: beyond it archived files leave the disk although "
+        "channels need them, which then read them from the archive; 0 means that only files which no "
+        "channel needs leave the disk",
+        INT,
+        bound="not negative",
+    )
+    archive_retention_age: float = opt(
+        0.0,
+        "how long the archive keeps messages after all channels have finished them; 0 means no limit by age",
+        DURATION,
+        bound="not negative",
+    )
+    archive_retention_bytes: int = opt(
+        0,
+        "limit in bytes per topic for the log with its archive; the oldest messages that all channels have "
+        "finished are removed; 0 means no limit by size",
+        INT,
+        bound="not negative",
+    )
+    archive_bandwidth: int = opt(
+        100 * 1024 * 1024,
+        "limit in bytes per second for uploads to the archive; 0 means no limit",
+        INT,
+        bound="not negative",
+    )
+    archive_cache_path: str = opt(
+        "",
+        "directory for copies of log files that are read back from the archive; empty means "
+        "`archive-cache` in the data path",
+        STRING,
+    )
+    archive_cache_bytes: int = opt(
+        1 << 30,
+        "limit in bytes for these copies, of all topics together; one file may exceed it",
+        INT,
+        bound="positive",
+    )
+
     replication_cluster: str = opt(
         "",
         "name of the cluster of nsqds that keep copies of one data path, of which one serves; empty means "
@@ -272,19 +321,6 @@ class NsqdOptions:
     )
     replication_secret_file: str = opt(
         "", "path of a file with the cluster's secret, the same on all nodes", STRING
-    )
-    replication_tls_cert: str = opt(
-        "",
-        "path of this node's certificate: connections between nodes then use TLS, and each node shows "
-        "its certificate to the other",
-        STRING,
-    )
-    replication_tls_key: str = opt("", "path of the key of that certificate", STRING)
-    replication_tls_root_ca_file: str = opt(
-        "",
-        "path of the file with the certificate authority that signs the certificates of this cluster's nodes "
-        "and of nobody else",
-        STRING,
     )
     replication_lease: float = opt(
         3.0,
@@ -451,35 +487,28 @@ class NsqdOptions:
             raise OptionError("--tls-client-auth-policy must be require or require-verify")
         if self.auth_http_request_method not in ("get", "post"):
             raise OptionError("--auth-http-request-method must be post or get")
-        self._validate_replication()
+        if self.restore and not self.archive:
+            raise OptionError("--restore needs --archive")
+        if self.replication_cluster:
+            for flag in ("replication_coordinator", "replication_secret_file", "replication_name"):
+                if not getattr(self, flag):
+                    raise OptionError(f"--replication-cluster needs --{flag.replace('_', '-')}")
+            if self.archive and _is_inside(self.archive_cache_path, self.data_path):
+                raise OptionError(
+                    "--archive with --replication-cluster needs an --archive-cache-path outside of the data "
+                    "path, because the data path is replicated"
+                )
+        elif self.min_in_sync > 1:
+            raise OptionError("--min-in-sync needs --replication-cluster")
         for percentile in self.e2e_processing_latency_percentile:
             if not 0 < percentile <= 1:
                 raise OptionError(f"invalid E2E processing latency percentile: {format_number(percentile)}")
         TABLE.check_bounds(self)
 
-    def _validate_replication(self) -> None:
-        needed = ("replication_coordinator", "replication_secret_file", "replication_name")
-        tls = ("replication_tls_cert", "replication_tls_key", "replication_tls_root_ca_file")
-        if not self.replication_cluster:
-            # Somebody who gives these expects copies of the data.
-            given = [flag for flag in (*needed[:2], *tls) if getattr(self, flag)]
-            given += ["min_in_sync"] if self.min_in_sync > 1 else []
-            if given:
-                raise OptionError(f"{_flag(given[0])} needs --replication-cluster")
-            return
-        for flag in needed:
-            if not getattr(self, flag):
-                raise OptionError(f"--replication-cluster needs {_flag(flag)}")
-        for flag in ("replication_cluster", "replication_name"):
-            if not _NODE_NAME.fullmatch(getattr(self, flag)):
-                raise OptionError(f"{_flag(flag)} must have 1 to 64 characters of `.a-zA-Z0-9_-`")
-        if len({bool(getattr(self, flag)) for flag in tls}) > 1:
-            raise OptionError(f"{', '.join(map(_flag, tls))} must be given together")
-        if self.durability == "memory":
-            raise OptionError(
-                "--replication-cluster does not work with --durability=memory: messages would be "
-                "acknowledged before they are copied"
-            )
+
+def _is_inside(path: str, directory: str) -> bool:
+    """Whether a path, or the default in the directory, is inside of a directory."""
+    return not path or Path(path).resolve().is_relative_to(Path(directory or ".").resolve())
 
 
 TABLE: Final = OptionTable(

@@ -877,11 +877,11 @@ def test_the_files_of_an_idle_topic_are_closed_and_open_again_when_needed(rig: R
     rig.publish("t", b"0")
     rig.maintain()
     log = rig.topic().log
-    assert log._segments[-1]._fd >= 0
+    assert log.segments[-1]._fd >= 0
     for _ in range(4):
         rig.clock.advance(3)
         rig.maintain()
-    assert log._segments[-1]._fd < 0
+    assert log.segments[-1]._fd < 0
     rig.publish("t", b"1")
     rig.finish(client, client.take()[0])
     assert client.take_bodies() == [b"1"]
@@ -937,6 +937,7 @@ def test_stats_of_a_fresh_broker(rig: Rig):
         "health": "OK",
         "start_time": 1_700_000_000,
         "corrupt_files": 0,
+        "warnings": [],
         "topics": [],
         "producers": None,
     }

@@ -426,7 +426,7 @@ def test_a_topic_with_only_its_segments_left_keeps_them(make_rig: MakeRig):
 def test_old_segments_and_indexes_without_marks_still_open(make_rig: MakeRig):
     rig = make_rig(max_bytes_per_file=2000)
     rig.channel()
-    rig.topic().log._segments.mark = 0
+    rig.topic().log.segments.mark = 0
     published = fill(rig, "t")
     rig.close()
     for path in rig.topic_directory().glob("*.index"):

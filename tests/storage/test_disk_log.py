@@ -1137,7 +1137,7 @@ def test_a_copy_reports_messages_that_the_system_dropped(
     log = open_log(tmp_path)
     written = fill(log, 3)
     (path,) = segment_files(tmp_path)
-    (segment,) = log._segments
+    (segment,) = log.segments
     with path.open("r+b") as file:
         file.seek(places(path)[1].position + 50)
         file.write(b"not what was written")

@@ -109,6 +109,6 @@ def test_settings_are_shown_and_changed(nsparq: Run, broker: TestBroker, topic: 
     (node,) = json.loads(done.out)["nodes"]
     assert (node["retention_age"], node["retention_bytes"], node["durability"]) == (None, 10 << 30, "fsync")
     effective = {"retention_age": 0.0, "retention_bytes": 10 << 30, "durability": "fsync", "policy": None}
-    assert node["effective"] == effective
+    assert node["effective"].items() >= effective.items()
     for flag in ("--retention-age=x", "--retention-bytes=1x", "--durability=none"):
         assert nsparq("settings", topic, flag).status == 2

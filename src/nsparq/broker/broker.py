@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from nsparq.broker.channel import Channel
 from nsparq.broker.client import Client
@@ -32,9 +32,11 @@ from nsparq.broker.upkeep import Upkeep
 from nsparq.errors import StartError
 from nsparq.names import is_valid_name
 from nsparq.options import NsqdOptions
+from nsparq.storage.archived import SegmentSource
 from nsparq.storage.batch import BatchCache
 from nsparq.storage.files import Files, RunEach, Work, run_one_by_one
 from nsparq.storage.log import EPOCH_BITS, Durability, LogSettings
+from nsparq.storage.manifest import Manifest
 from nsparq.storage.memory_log import EphemeralMemory
 from nsparq.storage.metadata import BAD_FILE_NAME, FILE_NAME, Metadata, TopicEntry, read_metadata
 from nsparq.storage.segment import READ_SIZE, Cold
@@ -63,6 +65,27 @@ class Replicas(Protocol):
         """Raises TooFewReplicas if nothing may be published now."""
 
 
+class Archive(Protocol):
+    """Where the past of topics is kept."""
+
+    def source_of(self, topic: str, incarnation: str) -> SegmentSource:
+        """The archived segments of a log."""
+
+    def recover(self, topic: str, incarnation: str) -> Manifest:
+        """Ask the archive what it has of a log. Waits for it. Raises OSError."""
+
+    def look_at(self, topic: Topic) -> None:
+        """About once a second, for topics that are used: archive what is to be archived."""
+
+    def forget(self, topic: Topic) -> None:
+        """The topic was deleted."""
+
+    def in_background(self, work: Work, then: Work) -> None:
+        """Run `work`, which may wait for the archive for long, in a thread of its own kind."""
+
+    def stats_of(self, topic: Topic) -> dict[str, Any]: ...
+
+
 def run_inline(work: Work, then: Work) -> None:
     """Without threads: for tests and at shutdown."""
     work()
@@ -87,10 +110,13 @@ class Broker:
         announce: Announce = lambda verb, topic, channel: None,
         discovers_channels: Callable[[], bool] = lambda: False,
         replicas: Replicas | None = None,
+        archive: Archive | None = None,
     ) -> None:
         self.options = options
         self.replicas = replicas
         """None if this is the only copy."""
+        self.archive = archive
+        """None if there is none."""
         self.files = files or Files()
         self.health = Health()
         self.data_path = DataDirectory(Path(options.data_path or "."), self.files, self.health)
@@ -103,7 +129,8 @@ class Broker:
         self.start_s = wall_ns() // 1_000_000_000
         self.log_settings = LogSettings(
             Durability(options.durability), options.max_bytes_per_file, options.mem_queue_size,
-            options.retention_age, options.retention_bytes,
+            options.retention_age, options.retention_bytes, archive is not None, archive is not None,
+            options.archive_local_bytes, options.archive_retention_age, options.archive_retention_bytes,
         )  # fmt: skip
         self.cache = BatchCache(options.mem_queue_bytes)
         self.ephemeral_memory = EphemeralMemory(options.mem_queue_bytes)
@@ -384,7 +411,12 @@ class Broker:
         """Run `work` in a thread, and then `then` in the broker's own thread."""
         self._background(work, then)
 
-    def try_in_background(self, work: Work, done: Callable[[OSError | None], None]) -> None:
+    def try_in_background(
+        self,
+        work: Callable[[], object],
+        done: Callable[[OSError | None], None],
+        run: Background | None = None,
+    ) -> None:
         """Run `work` in a thread. `done` is then told the OSError that it raised, or None, in the
         broker's own thread."""
         errors: list[OSError] = []
@@ -395,12 +427,28 @@ class Broker:
             except OSError as error:
                 errors.append(error)
 
-        self._background(attempt, lambda: done(next(iter(errors), None)))
+        (run or self._background)(attempt, lambda: done(next(iter(errors), None)))
 
     def read_failed(self, channel: Channel, error: OSError) -> None:
         """The disk cannot be read: the channel tries again in the next round of upkeep."""
         self.health.set(f"{channel}: cannot read the log: {error.strerror or error}", f"read {channel}")
         self.upkeep.retry(channel)
+
+    def fetch(self, cold: Cold, channel: Channel, then: Callable[[bool], None]) -> None:
+        """Get a segment from the archive, in a thread. If that fails, the channel tries again in
+        the next round of upkeep. `then` is told whether it worked."""
+        assert self.archive is not None and cold.fetch is not None
+        source = f"archive {channel}"
+
+        def done(error: OSError | None) -> None:
+            if not channel.is_exiting:
+                text = None if error is None else f"{channel}: waits for the archive: {error}"
+                self.health.warn(text, source)
+                if error is not None:
+                    self.upkeep.retry(channel)
+            then(error is None)
+
+        self.try_in_background(cold.fetch, done, self.archive.in_background)
 
     def read_ahead(self, cold: Cold, then: Work) -> None:
         """Have the operating system read bytes into its cache, in a thread."""

@@ -371,7 +371,16 @@ class Delivery:
                 self._must_wait = True
             broker.next_turn.add_channel(channel)
 
-        broker.read_ahead(cold, done)
+        def fetched(is_there: bool) -> None:
+            if self.reading is cold:
+                self.reading = None
+            if is_there:
+                broker.next_turn.add_channel(channel)
+
+        if cold.fetch is None:
+            broker.read_ahead(cold, done)
+        else:
+            broker.fetch(cold, channel, fetched)
 
     # the clients' answers
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -13,22 +12,31 @@ class Health:
 
     def __init__(self) -> None:
         self.errors: dict[str, str] = {}
-        self.other: Callable[[], str | None] = lambda: None
-        """Another source, which is asked each time."""
+        self.warnings: dict[str, str] = {}
+        """Errors that keep nobody from publishing, such as an archive that is away. /ping stays OK,
+        because producers must not go elsewhere."""
 
     def set(self, error: str | None, source: str = "publish") -> None:
         """Note the error of a source; None if it works again. A source is publishing, or an
         activity and its subject: `sync TOPIC`, `checkpoint TOPIC:CHANNEL`."""
-        known = self.errors.get(source)
-        if error is not None:
-            if error != known:
-                logger.error("%s", error)
-            self.errors[source] = error
-        elif known is not None:
-            logger.info("recovered from: %s", known)
-            del self.errors[source]
+        _note(self.errors, error, source, logging.ERROR)
+
+    def warn(self, error: str | None, source: str) -> None:
+        """The same for a warning."""
+        _note(self.warnings, error, source, logging.WARNING)
 
     @property
     def error(self) -> str | None:
         """The oldest error, or None."""
-        return next(iter(self.errors.values())) if self.errors else self.other()
+        return next(iter(self.errors.values())) if self.errors else None
+
+
+def _note(noted: dict[str, str], error: str | None, source: str, level: int) -> None:
+    known = noted.get(source)
+    if error is not None:
+        if error != known:
+            logger.log(level, "%s", error)
+        noted[source] = error
+    elif known is not None:
+        logger.info("recovered from: %s", known)
+        del noted[source]

@@ -267,11 +267,14 @@ def load_producers(topic: Topic) -> None:
 
 
 def _recent(log: Log) -> int:
-    """Where the last segment begins, or one before it if they are small."""
+    """Where the last segment begins, or one before it if they are small. A start does not wait for
+    an archive."""
     start, size = log.end, 0
     for segment in reversed(log.sealed_segments()):
         if size >= SEARCH_SIZE:
             return start
+        if not segment.is_local:
+            return segment.end
         start = segment.end
         size += segment.size
     return log.start

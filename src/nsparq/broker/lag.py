@@ -103,10 +103,11 @@ class Lag:
         if sequence is None or self._known[0] == sequence or self._channel.is_exiting:
             return None
         try:
-            return Reading(self, self._channel, sequence)
+            reading = Reading(self, self._channel, sequence)
         except (StorageError, OSError):
             # It is lost. Delivery finds out, and drops it.
             return None
+        return None if reading.is_remote else reading
 
     def note(self, sequence: int, published_ns: int) -> None:
         self._known = (sequence, published_ns)
@@ -148,6 +149,8 @@ class Reading:
         self._sequence = sequence
         self._range = channel.locate(sequence)
         self._published_ns = 0
+        self.is_remote = self._range.is_remote
+        """Whether it is only in an archive. A figure does not fetch it: the time is unknown."""
 
     def run(self) -> None:
         batches = [*iter_batches(self._range.read_verified().data)]

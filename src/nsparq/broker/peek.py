@@ -73,8 +73,17 @@ class Peek:
     """Chosen messages. Call read() once, in any thread."""
 
     def __init__(
-        self, first_id: int, walk: Walk, max_bytes: int, body_limit: int, *, keeps_last: bool = False
+        self,
+        first_id: int,
+        walk: Walk,
+        max_bytes: int,
+        body_limit: int,
+        *,
+        keeps_last: bool = False,
+        is_remote: bool = False,
     ) -> None:
+        self.is_remote = is_remote
+        """Whether read() waits for an archive."""
         self.missing = 0
         """Chosen messages that are lost to damage."""
         self._first_id = first_id
@@ -144,6 +153,7 @@ def peek_topic(
         max_bytes,
         body_limit,
         keeps_last=is_backward,
+        is_remote=any(place.is_remote for place in ranges),
     )
 
 
@@ -187,7 +197,8 @@ def peek_channel(
             else:
                 yield one, batch
 
-    peek = Peek(channel.topic.first_id, walk, max_bytes, body_limit)
+    is_remote = any(place.is_remote for _, place in chosen)
+    peek = Peek(channel.topic.first_id, walk, max_bytes, body_limit, is_remote=is_remote)
     peek.missing = len(wanted) - len(chosen)
     return peek
 

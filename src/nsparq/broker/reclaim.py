@@ -27,7 +27,8 @@ def reclaim(topic: Topic, age_ns: int) -> list[Segment]:
         topic.bound.reclaim()
         return []
     cursor = min((channel.cursor.position for channel in topic.channels.values()), default=topic.origin)
-    passed = [segment for segment in topic.log.sealed_segments() if segment.end <= cursor]
+    sealed = topic.log.sealed_segments()
+    passed = [segment for segment in sealed if segment.end <= cursor and segment.is_local]
     pinned = passed[:-PINNED_SEGMENTS]
     for channel in topic.channels.values():
         try:

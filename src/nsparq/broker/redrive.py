@@ -169,7 +169,8 @@ class Redrive:
                     self._topic.log.note_lost(place, lost)
                 self._choose(part)
 
-        self._broker.try_in_background(read, done)
+        archive = self._broker.archive if any(place.is_remote for place in ranges) else None
+        self._broker.try_in_background(read, done, None if archive is None else archive.in_background)
 
     def _hold_up(self, reason: str) -> None:
         """Try the part again later."""

@@ -23,6 +23,14 @@ class TopicSettings:
     """Bytes that are kept after every channel has passed them."""
     durability: str | None = None
     """When a publish is acknowledged: "os", "fsync" or "memory"."""
+    archive: bool | None = None
+    """Whether sealed segments go to the archive of the daemon."""
+    archive_retention_age: float | None = None
+    """Seconds for which the archive keeps messages after every channel has passed them."""
+    archive_retention_bytes: int | None = None
+    """Bytes of the log with its archive."""
+    archive_local_bytes: int | None = None
+    """Bytes of archived segments that stay on disk although channels need them."""
     policy: DeliveryPolicy | None = None
     """The delivery policy of the channels that have none of their own. There is no flag for it."""
 
@@ -39,6 +47,14 @@ class TopicSettings:
             settings = settings._replace(retention_bytes=self.retention_bytes)
         if self.durability is not None:
             settings = settings._replace(durability=Durability(self.durability))
+        if self.archive is not None and flags.has_archive:
+            settings = settings._replace(is_archived=self.archive)
+        if self.archive_retention_age is not None:
+            settings = settings._replace(archive_retention_s=self.archive_retention_age)
+        if self.archive_retention_bytes is not None:
+            settings = settings._replace(archive_retention_bytes=self.archive_retention_bytes)
+        if self.archive_local_bytes is not None:
+            settings = settings._replace(archive_local_bytes=self.archive_local_bytes)
         return settings
 
     def stored(self) -> dict[str, Any]:
@@ -60,14 +76,18 @@ def _checked(name: str, value: Any, topic: str) -> Any:
         if value not in [mode.value for mode in Durability]:
             raise ValueError(f'durability must be "os", "fsync", "memory" or null, not {value!r}')
         return value
-    if name == "retention_bytes":
+    if name == "archive":
+        if type(value) is not bool:
+            raise ValueError(f"archive must be true, false or null, not {value!r}")
+        return value
+    if name.endswith("_bytes"):
         if type(value) is not int or value < 0:
-            raise ValueError(f"retention_bytes must be a whole number, not negative, or null, not {value!r}")
+            raise ValueError(f"{name} must be a whole number, not negative, or null, not {value!r}")
         return value
     try:
         age = parse_duration(value) if type(value) is str else value
     except ValueError:
-        raise ValueError(f"retention_age must be seconds, or a duration such as 24h, not {value!r}") from None
+        raise ValueError(f"{name} must be seconds, or a duration such as 24h, not {value!r}") from None
     if type(age) not in (int, float) or not 0 <= age <= sys.float_info.max:
-        raise ValueError(f"retention_age must be a number of seconds, not negative, or null, not {value!r}")
+        raise ValueError(f"{name} must be a number of seconds, not negative, or null, not {value!r}")
     return float(age)

@@ -49,6 +49,7 @@ def stats_in_slices(
         "topics": topics if names or not topic else None,
         "producers": producers or None,
         "corrupt_files": broker.corrupt_files,
+        "warnings": [*broker.health.warnings.values()],
     }
     stop_ns = broker.monotonic_ns() + SLICE_NS
     for name in names:
@@ -82,6 +83,7 @@ def topic_stats(topic: Topic, channel: str = "", include_clients: bool = False) 
         "corrupt_files": topic.corrupt_files,
         "log_bytes": topic.log.size_bytes,
         "repeated_count": 0 if topic.idempotence is None else topic.idempotence.repeated_count,
+        "archive": None if topic.broker.archive is None else topic.broker.archive.stats_of(topic),
     }
 
 

@@ -19,7 +19,7 @@ from nsparq.broker.observing import OBSERVED, channel_deleted
 from nsparq.broker.retries import refuse_cycle
 from nsparq.broker.settings import TopicSettings
 from nsparq.broker.topic_checkpoint import TopicCheckpoint
-from nsparq.broker.topic_files import find_topic
+from nsparq.broker.topic_files import archived_entries, find_topic
 from nsparq.broker.turn import Publishing
 from nsparq.errors import Exiting
 from nsparq.names import is_ephemeral
@@ -135,7 +135,8 @@ class Topic:
         if state is not None:
             for start, end in state.gaps:
                 log.gaps.add(start, end)
-        log.open(clean_end=clean_end, epoch=epoch, needed=found.needed)
+        entries = archived_entries(self.broker, self.directory, self.name, self.incarnation)
+        log.open(clean_end=clean_end, epoch=epoch, needed=found.needed, archived=entries)
         self.log = log
         self.origin = log.start
         self.visible_end = log.end
@@ -167,8 +168,11 @@ class Topic:
 
     def _new_log(self, directory: Path, floor: int) -> DiskLog:
         settings = self.settings.applied_to(self.broker.log_settings)
-        mark = mark_of(self.incarnation)
-        log = DiskLog(self.broker.files, directory, self.broker.cache, settings, floor=floor, mark=mark)
+        mark, archive = mark_of(self.incarnation), self.broker.archive
+        source = None if archive is None else archive.source_of(self.name, self.incarnation)
+        log = DiskLog(
+            self.broker.files, directory, self.broker.cache, settings, floor=floor, mark=mark, source=source
+        )
         log.reader_low = self._recent_low
         log.on_lost = self._lost
         return log
@@ -340,6 +344,8 @@ class Topic:
         if self.directory is None:
             raise ValueError(f"{self} is ephemeral: it is not kept on disk, and has no settings for that")
         settings = self.settings.changed(changes, self.name)
+        if settings.archive and self.broker.archive is None:
+            raise ValueError("there is no archive: nsqd runs without --archive")
         if settings.policy is not None:
             refuse_cycle(self, settings.policy)
         return settings

@@ -9,15 +9,19 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from nsparq.errors import StartError
 from nsparq.storage.batch import mark_of
 from nsparq.storage.carried import CARRY_SUFFIX
 from nsparq.storage.files import Files
+from nsparq.storage.manifest import BadManifest, Manifest, SegmentEntry
 from nsparq.storage.metadata import TopicEntry
-from nsparq.storage.segment_list import read_marks
+from nsparq.storage.segment_list import ARCHIVE_FILE, read_marks
 from nsparq.storage.state_files import (
     CHANNEL_SUFFIX,
     TOPIC_FILE,
@@ -26,6 +30,9 @@ from nsparq.storage.state_files import (
     read_channel_state,
     read_topic_state,
 )
+
+if TYPE_CHECKING:
+    from nsparq.broker.broker import Broker
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +81,28 @@ def find_topic(files: Files, directory: Path, name: str, listed: TopicEntry | No
         found.state = read_topic_state(files, directory)
         _compare(files, directory, name, found)
     return found
+
+
+def archived_entries(broker: Broker, directory: Path, topic: str, incarnation: str) -> Sequence[SegmentEntry]:
+    """The segments of a log that are in the archive, as its file in the directory says. If the file
+    is damaged, the archive is asked. Raises StartError if that is not possible."""
+    raw = broker.files.read_whole(directory / ARCHIVE_FILE)
+    if raw is None:
+        return ()
+    try:
+        found = Manifest.decode(raw)
+        if found.incarnation == incarnation:
+            return found.segments
+        reason = "it belongs to another log"
+    except BadManifest as error:
+        reason = str(error)
+    logger.error("%s cannot be used (%s): asking the archive", directory / ARCHIVE_FILE, reason)
+    if broker.archive is None:
+        raise StartError(f"{directory / ARCHIVE_FILE}: {reason}; start nsqd with --archive to repair it")
+    try:
+        return broker.archive.recover(topic, incarnation).segments
+    except OSError as error:
+        raise StartError(f"{directory / ARCHIVE_FILE}: {reason}, and {error}") from error
 
 
 def _read_channels(

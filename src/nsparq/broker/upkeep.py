@@ -95,6 +95,8 @@ class Upkeep:
         """The topic was deleted."""
         for topics in (self.changed, self._with_files, self._aging):
             topics.discard(topic)
+        if self._broker.archive is not None:
+            self._broker.archive.forget(topic)
         for work in ("sync", "state", "producers"):
             self._broker.health.set(None, f"{work} {topic}")
 
@@ -105,6 +107,7 @@ class Upkeep:
         self._next_checkpoint_ns.pop(channel, None)
         for work in ("read", "checkpoint", "carry", "dead letters"):
             self._broker.health.set(None, f"{work} {channel}")
+        self._broker.health.warn(None, f"archive {channel}")
 
     # the round
 
@@ -345,6 +348,8 @@ class Upkeep:
     # removing
 
     def _reclaim(self, topic: Topic) -> None:
+        if self._broker.archive is not None:
+            self._broker.archive.look_at(topic)
         segments = reclaim(topic, self._broker.age_ns())
         if segments:
             self.remove(f"segments of {topic}", partial(self.remove_segments, segments))

@@ -10,17 +10,18 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nsparq import logs
-from nsparq.addresses import join_address
+from nsparq.addresses import join_address, remove_stale_socket, split_address
 from nsparq.broker.broker import Broker
 from nsparq.broker.scan import INTERVAL_S
 from nsparq.broker.topic import Topic
 from nsparq.busy_poll import BusyPoll
 from nsparq.errors import NotReplicated, StartError, StopError
 from nsparq.http.server import HttpServer
-from nsparq.listening import Address, bound_address, serve_on
+from nsparq.listening import Address, bound_address, listen_on, serve_on
 from nsparq.options import NsqdOptions
 from nsparq.process import raise_file_limit
 from nsparq.server import from_flags
@@ -32,10 +33,8 @@ from nsparq.server.committing import Committer
 from nsparq.server.connection import Connection
 from nsparq.server.discovery import Discovery
 from nsparq.server.lane import Lanes
-from nsparq.server.listeners import Listeners
 from nsparq.server.lookup_peer import LookupPeers
 from nsparq.server.memory import watch_collector
-from nsparq.server.old_primary import OldPrimary
 from nsparq.server.outbox import PendingOks
 from nsparq.server.statsd import Statsd, expand_prefix
 from nsparq.storage.files import Files
@@ -93,7 +92,8 @@ class Nsqd:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="nsqd-disk")
         self._askers = ThreadPoolExecutor(16, thread_name_prefix="nsqd-ask")
         """For requests to other servers, which may take seconds."""
-        self._listeners = Listeners()
+        self._listening: dict[str, list[socket.socket]] = {}
+        """Sockets that listen and do not accept yet, by their purpose."""
         self.is_stopping = False
         """Whether the daemon stops: requests that wait for something are answered now."""
         self._servers: list[asyncio.AbstractServer] = []
@@ -101,10 +101,12 @@ class Nsqd:
         self._http: list[HttpServer] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop
+        self._unix_paths: list[Path] = []
         self.tcp_address: Address = ""
         """Where clients connect: host and port, or the path of a Unix socket."""
         self.http_address: Address = ""
         self.https_address: Address = ""
+        self.archiving = from_flags.archiving_of(options, files)
         self.broker = Broker(
             options,
             files=files,
@@ -112,9 +114,8 @@ class Nsqd:
             announce=self._on_change,
             discovers_channels=lambda: bool(self.peers.addresses),
             replicas=replication,
+            archive=self.archiving,
         )
-        if replication is not None:
-            self.broker.health.other = replication.state.why_unhealthy
         self.committer = Committer(self)
         self.peers = LookupPeers(
             options.lookupd_tcp_address,
@@ -169,6 +170,8 @@ class Nsqd:
             # file. The data path is locked first: the Unix socket of a daemon that runs must not be
             # taken away.
             self._listen()
+            if self.archiving is not None:
+                self.archiving.open(self.broker)
             self.broker.open()
             declared.apply(self.broker)
             await self._serve()
@@ -177,15 +180,12 @@ class Nsqd:
             self.broker.close()
             self._threads.shutdown()
             self._askers.shutdown()
+            if self.archiving is not None:
+                self.archiving.stop()
             raise
         for work in (self._scan(), self._maintain(), self.lag.watch(), self.committer.resume()):
             self.launch(work)
         await self.peers.start()
-        if self.replication is not None and self.replication.replaced_address:
-            old = OldPrimary(
-                self.replication.replaced_address, self.peers, lambda: self.broker.topics, self._askers
-            )
-            self.launch(old.hide(self.replication.leads))
         for topic in self.broker.topics.values():
             self._discover(topic)
         if self.options.statsd_address:
@@ -211,16 +211,32 @@ class Nsqd:
         options = self.options
         if not options.tcp_address:
             raise StartError("--tcp-address must not be empty: nsqd serves clients there")
-        self.tcp_address = self._listeners.bind("TCP", options.tcp_address)
+        self.tcp_address = self._bind("TCP", options.tcp_address)
         if options.http_address:
-            self.http_address = self._listeners.bind("HTTP", options.http_address)
+            self.http_address = self._bind("HTTP", options.http_address)
         if options.tls_cert and options.https_address:
-            self.https_address = self._listeners.bind("HTTPS", options.https_address)
+            self.https_address = self._bind("HTTPS", options.https_address)
+
+    def _bind(self, name: str, address: str) -> Address:
+        """Listen on the address of an option. Raises StartError."""
+        wanted = split_address(address)
+        try:
+            if wanted is None:
+                remove_stale_socket(Path(address))
+            sockets = self._listening[name] = listen_on(address if wanted is None else wanted)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", "") or error
+            raise StartError(f"listen ({address}) failed - {reason}") from error
+        bound = bound_address(sockets)
+        if isinstance(bound, str):
+            self._unix_paths.append(Path(bound))
+        return bound
 
     async def _serve(self) -> None:
         """Accept clients."""
         self._api = NsqdApi(self)
-        for name, sockets in self._listeners.take().items():
+        waiting, self._listening = self._listening, {}
+        for name, sockets in waiting.items():
             bound = bound_address(sockets)
             if name == "TCP":
                 self._servers = await serve_on(sockets, lambda: Connection(self))
@@ -265,7 +281,12 @@ class Nsqd:
         for server in self._servers:
             server.close()
         self._servers = []
-        self._listeners.close()
+        for sockets in self._listening.values():
+            for sock in sockets:
+                sock.close()
+        self._listening = {}
+        for path in self._unix_paths:
+            path.unlink(missing_ok=True)
 
     async def stop(self) -> None:
         """Stop accepting, close all connections, persist. Calling it again does nothing."""
@@ -288,11 +309,15 @@ class Nsqd:
         if self.guard is not None:
             await self.guard.close()
         await self.peers.stop()
+        if self.archiving is not None:
+            self.archiving.stop()
         await asyncio.to_thread(self._threads.shutdown)
         # A request in progress may take seconds, and nobody waits for its answer any more.
         self._askers.shutdown(wait=False, cancel_futures=True)
         await asyncio.sleep(0)
         lost = self.broker.close(_run_in_threads)
+        if self.archiving is not None:
+            self.archiving.close()
         if lost:
             raise StopError(f"stopped, but could not save everything: {'; '.join(lost[:LOST_SHOWN])}")
         logger.info("NSQ: bye")
@@ -348,7 +373,6 @@ class Nsqd:
             "broadcast_address": self.options.broadcast_address,
             "topology_zone": self.options.topology_zone,
             "topology_region": self.options.topology_region,
-            **({} if self.replication is None else self.replication.identity),
         }
 
     def _registrations(self) -> list[tuple[str, str]]:
@@ -423,8 +447,10 @@ class Nsqd:
         start(lambda result: None if waiting.done() else waiting.set_result(result))
         return await waiting
 
-    async def in_disk_thread(self, work: Callable[[], T]) -> T:
-        """Run work that reads from disk in a thread."""
+    async def in_disk_thread(self, work: Callable[[], T], *, is_remote: bool = False) -> T:
+        """Run work that reads from disk in a thread. `is_remote`: it may wait for the archive."""
+        if is_remote and self.archiving is not None:
+            return await self.archiving.fetch_in_thread(work)
         return await self._loop.run_in_executor(self._threads, work)
 
     async def _scan(self) -> None:

@@ -18,6 +18,9 @@ from nsparq.wire.limits import Limits
 if TYPE_CHECKING:
     from OpenSSL import SSL
 
+    from nsparq.server.archiving import Archiving
+    from nsparq.storage.files import Files
+
 
 def authenticator_of(options: NsqdOptions, threads: Executor) -> Authenticator | None:
     """The policy file, the auth servers, or both; None if there is neither. Raises StartError."""
@@ -35,6 +38,15 @@ def authenticator_of(options: NsqdOptions, threads: Executor) -> Authenticator |
         )
         sources.append(servers)
     return AuthChain(sources) if len(sources) > 1 else next(iter(sources), None)
+
+
+def archiving_of(options: NsqdOptions, files: Files | None) -> Archiving | None:
+    """None if there is no archive. Raises StartError."""
+    if not options.archive:
+        return None
+    from nsparq.server.archiving import Archiving
+
+    return Archiving(options, files=files)
 
 
 def tls_context_of(options: NsqdOptions) -> SSL.Context:

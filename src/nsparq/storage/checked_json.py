@@ -29,13 +29,14 @@ def read_json(files: Files, path: Path) -> dict[str, Any] | None:
     lines = raw.split(b"\n")
     while True:
         try:
-            return _decode_json(lines.pop())
+            return decode_json(lines.pop())
         except ValueError:
             if not any(lines):
                 raise
 
 
-def _decode_json(line: bytes) -> dict[str, Any]:
+def decode_json(line: bytes) -> dict[str, Any]:
+    """What encode_json() was given. Raises ValueError."""
     try:
         fields: dict[str, Any] = json.loads(line)
         if fields.pop("crc") != crc_of(fields):

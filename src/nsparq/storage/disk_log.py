@@ -14,12 +14,14 @@ from pathlib import Path
 
 from nsparq.errors import CorruptBatch, WriteFailed
 from nsparq.packed import PackedBodies
+from nsparq.storage.archived import SegmentSource
 from nsparq.storage.batch import Batch, BatchCache, BatchList
 from nsparq.storage.files import Files
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.log import Durability, Group, LogPositions, LogSettings, check_reach
 from nsparq.storage.log_range import LogRange, Lost, TimeSearch, locate_in_memory
 from nsparq.storage.log_sync import Sync, SyncState
+from nsparq.storage.manifest import SegmentEntry
 from nsparq.storage.segment import Segment
 from nsparq.storage.segment_list import SegmentList, write_index
 
@@ -41,8 +43,10 @@ class DiskLog:
         *,
         floor: int,
         mark: int = 0,
+        source: SegmentSource | None = None,
     ) -> None:
-        """`floor`: first sequence number if the disk names none. `mark`: see batch.mark_of."""
+        """`floor`: first sequence number if the disk names none. `mark`: see batch.mark_of.
+        `source`: the segments that are only in an archive; None without an archive."""
         self.directory = directory
         self.settings = settings
         self.gaps = Gaps()
@@ -65,7 +69,7 @@ class DiskLog:
         self._batches = BatchList()
         """Batches in memory: all from `memory_start` on, and some that were read back from disk."""
         self._sync = SyncState(files, directory, floor)
-        self._segments = SegmentList(files, directory, mark, self._sync)
+        self.segments = SegmentList(files, directory, mark, self._sync, source)
         self._dropped_before = floor
         """Messages before this are gone from the disk, though memory may still have some."""
 
@@ -75,18 +79,31 @@ class DiskLog:
 
     # opening and closing
 
-    def open(self, *, clean_end: int, epoch: int, needed: tuple[int, int] = (0, 0)) -> None:
-        """Read what is on disk.
+    def open(
+        self,
+        *,
+        clean_end: int,
+        epoch: int,
+        needed: tuple[int, int] = (0, 0),
+        archived: Sequence[SegmentEntry] = (),
+    ) -> None:
+        """Read what is on disk. `archived` are the segments that are in an archive.
 
         `clean_end` is the log's end at the last clean stop, -1 after a crash. No number from
         `epoch` on was used. `needed` are the first number that a reader needs and the end of the
         messages on disk, as other files tell.
         """
-        on_disk = self._segments.bases_on_disk()
+        on_disk = self.segments.bases_on_disk()
         last = max((base for base, has_segment in on_disk.items() if has_segment), default=0)
-        for base, has_segment in on_disk.items():
-            segment = Segment(self._files, self.directory, base, self._segments.mark)
-            if not has_segment:
+        known = {entry.base: entry for entry in archived}
+        for base in sorted({*on_disk, *known}):
+            has_segment = on_disk.get(base, False)
+            segment = Segment(self._files, self.directory, base, self.segments.mark)
+            if base in known and not has_segment:
+                if self.segments and self.segments[-1].end > base:
+                    continue  # the log has these messages in another segment
+                segment = self.segments.archived(known[base])
+            elif not has_segment:
                 self._lose(base, segment.load_index_end(), f"{segment.path} is missing")
             elif segment.is_foreign():
                 text = f"{segment.path} is another segment, and kept as {segment.set_aside().name}"
@@ -97,19 +114,20 @@ class DiskLog:
             if segment.size == 0:
                 segment.remove()
                 continue
-            if self._segments:
-                self.gaps.add(self._segments[-1].end, base)
-            self._segments.add(segment)
+            if self.segments:
+                self.gaps.add(self.segments[-1].end, base)
+            self.segments.add(segment)
+        self.segments.confirm(archived)
         low, disk_end = needed
         self._lose(max(low, self.disk_end), disk_end, f"{self.directory}: the log's end is missing")
-        if self._segments:
+        if self.segments:
             self.end = self.disk_end
         elif clean_end >= 0:
             self.end = clean_end
         if self.end != clean_end:
             start = max(self.end, clean_end, epoch)
             # Without a segment the end of the used numbers is unknown: no message of them is left.
-            self.gaps.add(self.end if self._segments else 0, start)
+            self.gaps.add(self.end if self.segments else 0, start)
             self.end = start
         self.stable = self._sync.committed = self.memory_start = self._dropped_before = self.end
         self.low = self.start
@@ -128,15 +146,15 @@ class DiskLog:
 
     @property
     def start(self) -> int:
-        return self._segments[0].base if self._segments else max(self.memory_start, self._dropped_before)
+        return self.segments[0].base if self.segments else max(self.memory_start, self._dropped_before)
 
     @property
     def disk_end(self) -> int:
-        return self._segments[-1].end if self._segments else 0
+        return self.segments[-1].end if self.segments else 0
 
     @property
     def size_bytes(self) -> int:
-        return sum(segment.size for segment in self._segments)
+        return self.segments.size_bytes
 
     def close(self) -> None:
         self.persist()
@@ -151,23 +169,23 @@ class DiskLog:
             except OSError as error:
                 raise WriteFailed(f"{self.directory.name}: {error}") from error
             segment.copied()
-        active = self._segments.active
+        active = self.segments.active
         if active is not None and not active.has_index:
             write_index(active)
-        for segment in self._segments:
+        for segment in self.segments:
             segment.close()
 
     def discard(self) -> None:
         self._sync.close_descriptors()
-        for segment in self._segments:
+        for segment in self.segments:
             segment.close()
-        self._segments.clear()
+        self.segments.clear()
         self._forget_all()
 
     def release_files(self) -> bool:
         if self.unsynced or self.is_syncing:
             return False
-        for segment in self._segments:
+        for segment in self.segments:
             try:
                 segment.cut_to_size()
             except OSError as error:
@@ -192,7 +210,7 @@ class DiskLog:
             batches.append(batch)
             base = batch.end
         if self.settings.durability is not Durability.MEMORY:
-            self._segments.write(batches, self.settings.segment_bytes)
+            self.segments.write(batches, self.settings.segment_bytes)
             self.unsynced += base - self.end
             self.stable = base
         else:
@@ -217,14 +235,15 @@ class DiskLog:
         """Memory mode: write batches that begin before `end`. Batches that nobody needs any more
         are not written: they are gone from now on, so that nobody goes back to them."""
         settings = self.settings
-        low = -1 if settings.retention_s or settings.retention_bytes else self.reader_low()
+        keeps_all = settings.retention_s or settings.retention_bytes or settings.is_archived
+        low = -1 if keeps_all else self.reader_low()
         for batch in self._batches.since(max(self.stable, self.memory_start)):
             if batch.base >= end:
                 break
             if batch.end > low:
-                self._segments.write([batch], settings.segment_bytes)
+                self.segments.write([batch], settings.segment_bytes)
                 self.unsynced += batch.count
-            elif self._segments:
+            elif self.segments:
                 self.gaps.add(batch.base, batch.end)
             else:
                 self._dropped_before = batch.end
@@ -275,13 +294,15 @@ class DiskLog:
         return self._read_disk(sequence, wait)
 
     def _read_disk(self, sequence: int, wait: bool) -> Batch | None:
-        known = self._segments.recall(sequence)
+        known = self.segments.recall(sequence)
         while True:
-            segment = known[0] if known else self._segments.find(sequence)
+            segment = known[0] if known else self.segments.find(sequence)
             if segment is None:
                 return self._batches.at_or_after(sequence)
             place = (known[1], sequence) if known else segment.place_before(sequence)
             known = None
+            if not segment.is_local:
+                self.segments.prefetch_after(segment)
             try:
                 found = segment.read(place, sequence, wait=wait)
             except CorruptBatch as error:
@@ -295,7 +316,7 @@ class DiskLog:
                 sequence = segment.end
                 continue
             batch, position = found
-            self._segments.remember(batch.end, segment, position)
+            self.segments.remember(batch.end, segment, position)
             if self._batches.add(batch):
                 self._cache.add(self, batch)
             return batch
@@ -311,7 +332,7 @@ class DiskLog:
         return self.gaps.count_messages(start, end)
 
     def deferred_since(self, sequence: int, due_after: int = 0) -> list[tuple[int, int]]:
-        found = self._segments.deferred_since(sequence, due_after)
+        found = self.segments.deferred_since(sequence, due_after)
         unwritten = self._batches.since(max(sequence, self.stable))
         found += [(batch.base, batch.due_ns) for batch in unwritten if batch.due_ns > due_after]
         if self.gaps.ranges:
@@ -322,7 +343,7 @@ class DiskLog:
 
     def positions(self) -> LogPositions:
         start = self.start
-        stored = [segment for segment in self._segments if segment.size]
+        stored = [segment for segment in self.segments if segment.size]
         kept = next(self._batches.since(max(start, self.memory_start)), None)
         first_ns = stored[0].first_ns if stored else kept.timestamp_of(0) if kept is not None else 0
         last_ns = self._batches[-1].timestamp_of(0) if kept is not None else 0
@@ -334,25 +355,27 @@ class DiskLog:
         of the index, about every 64 KiB, and is at least that long."""
         check_reach(self, sequence)
         wanted = min(self.gaps.skip(sequence), self.end)
-        known = self._segments.recall(wanted)
+        known = self.segments.recall(wanted)
         if known is not None and known[1] < known[0].size:
             return self._finish_range(known[0], known[0].locate(wanted, max_bytes, known[1]))
-        segment = self._segments.find(wanted)
+        segment = self.segments.find(wanted)
         if segment is not None:
             return self._finish_range(segment, segment.locate(wanted, max_bytes))
         found = locate_in_memory(self._batches, wanted, max_bytes, self.gaps)
         return found or LogRange(self.end, self.end, 0)
 
     def _finish_range(self, segment: Segment, found: LogRange) -> LogRange:
+        if not segment.is_local:
+            self.segments.prefetch_after(segment)
         end = found.position + found.size
         if end == segment.size:
             # A reader that follows the log comes back for what is appended after this range.
-            self._segments.remember(found.next, segment, end)
+            self.segments.remember(found.next, segment, end)
         gaps = self.gaps.inside(found.first, found.next)
         return replace(found, gaps=gaps) if gaps else found
 
     def note_lost(self, found: LogRange, lost: Sequence[Lost]) -> None:
-        for segment in self._segments:
+        for segment in self.segments:
             is_same = found.reader is not None and segment.path == found.reader.path
             for damage in lost if is_same else ():
                 self.corrupt_batches += segment.note_damage(damage.position, damage.end)
@@ -360,7 +383,7 @@ class DiskLog:
 
     def search_time(self, timestamp_ns: int) -> TimeSearch:
         """Exact even if the clock was set back: all messages before have earlier publish times."""
-        for segment in self._segments:
+        for segment in self.segments:
             if segment.last_ns >= timestamp_ns and segment.end > segment.base:
                 found = self._finish_range(segment, segment.locate_time(timestamp_ns))
                 return TimeSearch(timestamp_ns, found.next, found)
@@ -381,11 +404,11 @@ class DiskLog:
 
     @property
     def doubtful(self) -> list[Segment]:
-        return [segment for segment in self._segments if segment.is_doubtful]
+        return [segment for segment in self.segments if segment.is_doubtful]
 
     def begin_sync(self) -> Sync:
         is_awaited = self.settings.durability is Durability.FSYNC
-        sync = self._sync.begin(self._segments.active, self.stable, self.unsynced, is_awaited=is_awaited)
+        sync = self._sync.begin(self.segments.active, self.stable, self.unsynced, is_awaited=is_awaited)
         self.unsynced = 0
         return sync
 
@@ -405,8 +428,8 @@ class DiskLog:
                 raise WriteFailed(f"{self.directory.name}: {error}") from error
 
     def sync_since(self, sequence: int) -> None:
-        for segment in self._segments:
-            if segment.end > sequence:
+        for segment in self.segments:
+            if segment.is_local and segment.end > sequence:
                 try:
                     with self._files.opened(segment.path, read_only=True) as fd:
                         self._files.sync(fd)
@@ -417,16 +440,18 @@ class DiskLog:
     # removing
 
     def sealed_segments(self) -> list[Segment]:
-        return self._segments[:-1]
+        return self.segments[:-1]
 
     @property
     def has_aging_segments(self) -> bool:
-        return bool(self.settings.retention_s and len(self._segments) > 1)
+        age_s = self.settings.retention_s or self.settings.archive_retention_s
+        return bool(age_s and len(self.segments) > 1)
 
     def trim(self, low: int, now_s: float) -> list[Segment]:
         self.low = low
-        dropped = self._segments.trim(low, now_s, self.settings)
-        if dropped:
-            self._dropped_before = dropped[-1].end
+        dropped = self.segments.trim(low, now_s, self.settings)
+        gone = [segment for segment in dropped if not segment.keeps_index]
+        if gone:
+            self._dropped_before = gone[-1].end
             self.gaps.drop_before(min(low, self.start))
         return dropped

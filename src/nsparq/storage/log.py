@@ -41,6 +41,16 @@ class LogSettings(NamedTuple):
     memory_messages: int = 10_000
     retention_s: float = 0
     retention_bytes: int = 0
+    has_archive: bool = False
+    """Whether the daemon has an archive."""
+    is_archived: bool = False
+    """Whether sealed segments go to an archive. None leaves the disk before it is there."""
+    archive_local_bytes: int = 0
+    """Archived segments leave the disk beyond this size, even if channels need them; 0 means no
+    limit."""
+    archive_retention_s: float = 0
+    archive_retention_bytes: int = 0
+    """How long the archive keeps segments that no channel needs; 0 means no limit."""
 
 
 class LogPositions(NamedTuple):
@@ -204,8 +214,9 @@ class Log(Protocol):
         """Whether segments wait for the age at which retention removes them."""
 
     def trim(self, low: int, now_s: float) -> list[Segment]:
-        """Drop messages before `low`, which no reader needs, unless retention keeps them. Gives
-        the segments whose files the caller must remove."""
+        """Drop messages before `low`, which no reader needs, unless retention keeps them. Archived
+        segments may stay in the log without their file. Gives the segments whose files the caller
+        must remove."""
 
 
 def check_reach(log: Log, sequence: int) -> None:

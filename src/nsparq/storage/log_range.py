@@ -52,6 +52,15 @@ class FileReader:
     def read(self, size: int, position: int) -> bytes:
         return self._files.read(self._fd, size, position)
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether read() has to fetch the file from an archive first."""
+        return False
+
+    def read_cached(self, size: int, position: int) -> memoryview | None:
+        """For the event loop: see Files.read_cached."""
+        return self._files.read_cached(self._fd, size, position)
+
     def __del__(self) -> None:
         if self._fd >= 0:
             self._files.close(self._fd)
@@ -114,6 +123,11 @@ class LogRange:
     """None if the batches are in memory."""
     batches: tuple[Batch, ...] = ()
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether reading waits for an archive, which may take long."""
+        return self.reader is not None and self.reader.is_remote
+
     def read(self) -> bytes:
         """The bytes, unchecked. Any thread may call this."""
         if self.reader is None:
@@ -158,6 +172,11 @@ class TimeSearch:
     _otherwise: int
     """The answer if the range has no such message."""
     _range: LogRange | None = None
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether run() waits for an archive, which may take long."""
+        return self._range is not None and self._range.is_remote
 
     def run(self) -> int:
         """Its sequence number; the log's end if there is none."""

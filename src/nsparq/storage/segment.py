@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -23,6 +24,7 @@ from nsparq.storage.batch import (
 )
 from nsparq.storage.files import Buffer, Files
 from nsparq.storage.log_range import LogRange, SharedReader
+from nsparq.storage.manifest import SegmentEntry
 from nsparq.storage.recovery import Damage, end_of_damage, scan
 from nsparq.storage.segment_index import Entry, Extent, SegmentIndex
 
@@ -49,17 +51,23 @@ _ZEROS: Buffer = memoryview(bytes(16 << 10))
 class Cold(Exception):
     """The bytes are on disk and not in memory: reading them would block the event loop."""
 
-    def __init__(self, path: Path, position: int) -> None:
+    def __init__(self, path: Path, position: int, fetch: Callable[[], object] | None = None) -> None:
         super().__init__(f"{path} at byte {position}")
         self.path, self.position = path, position
+        self.fetch = fetch
+        """Gets the file from an archive first; None if it is there. Raises OSError."""
 
 
 class Segment:
     """Consecutive batches in one file. `base` names the file; `end` is the next sequence number.
 
-    It has more than 30 methods: writing, opening and reading share the file's size, index and
-    damage.
+    It has more than 30 methods: they share the file's size, index and damage.
     """
+
+    is_local = True
+    """Whether the file is in the data path, and not only in an archive."""
+    keeps_index = False
+    """Whether remove() leaves the index: the segment goes on in an archive."""
 
     def __init__(self, files: Files, directory: Path, base: int, mark: int = 0) -> None:
         """`mark` is the mark of the log, see storage.batch.mark_of; 0 accepts any."""
@@ -83,6 +91,8 @@ class Segment:
         """Whether an fsync failed. The system may then drop what it could not write, and still
         report success for a second fsync of the same file. So nothing more is appended, and the
         segment must be copied: see replace_by_copy()."""
+        self.entry: SegmentEntry | None = None
+        """What the archive has confirmed; None for nothing."""
         self._fd = -1
         self._reader = SharedReader(files, self.path)
         self._is_ragged = False
@@ -168,10 +178,9 @@ class Segment:
     def write_index(self) -> None:
         """Does not wait for the disk: a segment without an index is only slower to open."""
         self.cut_to_size()
-        extent = Extent(self.base, self.end, self.size, self.first_ns, self.last_ns)
         # Replacing an existing file would sync it.
         self.files.unlink(self.index_path)
-        self.files.replace(self.index_path, self.index.encode(extent, self.mark), sync=False)
+        self.files.replace(self.index_path, self.encode_index(), sync=False)
         self.files.never_sync(self.index_path)
         self.has_index = True
 
@@ -212,8 +221,13 @@ class Segment:
     def remove(self) -> None:
         self.close()
         # The index goes first: an index without its segment means that the segment was lost.
-        self.files.unlink(self.index_path)
+        if not self.keeps_index:
+            self.files.unlink(self.index_path)
         self.files.unlink(self.path)
+
+    def encode_index(self) -> bytes:
+        extent = Extent(self.base, self.end, self.size, self.first_ns, self.last_ns)
+        return self.index.encode(extent, self.mark)
 
     def is_foreign(self) -> bool:
         """Whether the file begins with a batch of another log, or of another segment."""

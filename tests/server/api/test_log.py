@@ -363,7 +363,7 @@ class Gate:
         self.opened = threading.Event()
         original = broker.nsqd.in_disk_thread
 
-        async def held(work: Callable[[], Any]) -> Any:
+        async def held(work: Callable[[], Any], **_: Any) -> Any:
             self.reading += 1
             self.most = max(self.most, self.reading)
             try:
@@ -826,20 +826,30 @@ def settings(broker: BrokerThread, topic: str) -> Any:
     return get(broker, "/topic/settings", topic=topic)
 
 
+NO_ARCHIVE: dict[str, Any] = {
+    "archive": False,
+    "archive_retention_age": 0.0,
+    "archive_retention_bytes": 0,
+    "archive_local_bytes": 0,
+}
+
+
 def test_the_flags_apply_until_a_topic_has_its_own_settings(tmp_path: Path) -> None:
     with BrokerThread(tmp_path, retention_age=7.5, durability="fsync") as broker:
         broker.control("create", "t")
-        nothing = dict.fromkeys(("retention_age", "retention_bytes", "durability", "policy"))
+        nothing = dict.fromkeys(("retention_age", "retention_bytes", "durability", "policy", *NO_ARCHIVE))
         flags = {"retention_age": 7.5, "retention_bytes": 0, "durability": "fsync", "policy": None}
+        flags |= NO_ARCHIVE
         assert settings(broker, "t") == {**nothing, "effective": flags, "channel_policies": {}}
         own = {"retention_age": 86_400.0, "retention_bytes": 1000, "durability": "memory", "policy": None}
+        own |= {**NO_ARCHIVE, "archive_retention_bytes": 5, "archive_local_bytes": 7}
         answer = change(broker, "t", {**own, "retention_age": "24h"}).expect_json()
         assert answer == settings(broker, "t") == {**own, "effective": own, "channel_policies": {}}
         # Only named settings change. Null restores the flag.
         assert change(broker, "t", {"durability": None}).status == 200
         assert change(broker, "t", {"retention_age": 3}).status == 200
         assert change(broker, "t", {}).status == 200
-        wanted = {"retention_age": 3.0, "retention_bytes": 1000, "durability": None, "policy": None}
+        wanted = {**own, "retention_age": 3.0, "durability": None}
         expected = {**wanted, "effective": {**wanted, "durability": "fsync"}, "channel_policies": {}}
         assert settings(broker, "t") == expected
         broker.restart()
@@ -854,6 +864,7 @@ def test_an_ephemeral_topic_has_no_own_settings(broker: BrokerThread, topic: str
     broker.control("create", f"{topic}#ephemeral")
     found = broker.request("GET", f"/topic/settings?topic={name}").expect_json()
     none = {"retention_age": 0.0, "retention_bytes": 0, "durability": "memory", "policy": None}
+    none |= NO_ARCHIVE
     assert found["effective"] == none
     answer = change(broker, name, {"durability": "os"})
     assert (answer.status, answer.json()["message"]) == (400, "INVALID_SETTINGS")
@@ -963,6 +974,7 @@ WRONG: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("GET /topic/read", "INVALID_ARG_MAX_BYTES"): [{"max_bytes": text} for text in [*BAD_NUMBERS, "0"]],
     ("GET /topic/read", "INVALID_ARG_VERIFY"): [{"verify": text} for text in ("yes", "", "TRUE")],
     ("GET /topic/read", "LOG_DAMAGED"): [],  # see the test of a truncated file
+    ("*", "ARCHIVE_UNAVAILABLE"): [],  # see tests/faults/test_archive_store.py
     ("PUT /topic/settings", "INVALID_SETTINGS"): [{}],
     ("PUT /channel/settings", "INVALID_SETTINGS"): [{}],
     ("POST /channel/seek", "MISSING_ARG_TARGET"): [

@@ -20,6 +20,7 @@ from nsparq.server.api.parameters import (
     TIME,
     TIME_HELP,
     TOPIC,
+    archive_errors,
     check_incarnation,
     check_owner,
     find_channel,
@@ -82,6 +83,7 @@ class CursorsApi:
             (400, "INVALID_ARG_DRY_RUN"),
             (409, "WRONG_INCARNATION"),
             *_OWNER_ERRORS,
+            (503, "ARCHIVE_UNAVAILABLE"),
         ),
     )
     async def seek(self, request: Request) -> Result:
@@ -114,7 +116,8 @@ class CursorsApi:
             return sequence
         if given == ["time"]:
             search = topic.log.search_time(time_ns_of(parameters["time"]))
-            return await self._nsqd.in_disk_thread(search.run)
+            with archive_errors():
+                return await self._nsqd.in_disk_thread(search.run, is_remote=search.is_remote)
         if parameters["to"] not in ("start", "end"):
             raise ApiError(400, "INVALID_ARG_TO")
         return topic.log.start if parameters["to"] == "start" else topic.visible_end

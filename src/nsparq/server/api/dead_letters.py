@@ -24,6 +24,7 @@ from nsparq.server.api.parameters import (
     TIME_HELP,
     TOPIC,
     TOPIC_ERRORS,
+    archive_errors,
     fields,
     find_topic,
     is_valid,
@@ -159,6 +160,7 @@ class DeadLettersApi:
             *_FILTER_ERRORS,
             (400, "INVALID_ARG_START"),
             (400, "INVALID_ARG_EXAMPLES"),
+            (503, "ARCHIVE_UNAVAILABLE"),
         ),
     )
     async def show(self, request: Request) -> Result:
@@ -177,7 +179,10 @@ class DeadLettersApi:
                 # The log may have lost its beginning meanwhile.
                 position = max(position, topic.log.start)
                 ranges = locate_letters(topic, position, end, PART_BYTES)
-                part = await self._nsqd.in_disk_thread(partial(read_letters, ranges, position, end, wanted))
+                read = partial(read_letters, ranges, position, end, wanted)
+                is_remote = any(place.is_remote for place in ranges)
+                with archive_errors():
+                    part = await self._nsqd.in_disk_thread(read, is_remote=is_remote)
                 states = {
                     origin: states_of(self._broker, topic.name, origin, Columns.of(found.matching))
                     for origin, found in part.origins.items()

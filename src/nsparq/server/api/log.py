@@ -35,6 +35,7 @@ from nsparq.server.api.parameters import (
     TIME_HELP,
     TOPIC,
     TOPIC_ERRORS,
+    archive_errors,
     check_incarnation,
     fields,
     find_channel,
@@ -164,6 +165,7 @@ class LogApi:
             (409, "WRONG_INCARNATION"),
             (410, "OFFSET_GONE"),
             (416, "OFFSET_AHEAD"),
+            (503, "ARCHIVE_UNAVAILABLE"),
             (500, "LOG_DAMAGED"),
         ),
     )
@@ -185,14 +187,17 @@ class LogApi:
                 found = topic.log.locate(start, size)
             lost = 0
             if is_verified:
-                verified = await self._nsqd.in_disk_thread(found.read_verified)
+                with archive_errors():
+                    verified = await self._nsqd.in_disk_thread(found.read_verified, is_remote=found.is_remote)
                 data = verified.data
                 if verified.lost and not topic.is_exiting:
                     topic.log.note_lost(found, verified.lost)
                 lost = sum(damage.next - damage.first for damage in verified.lost)
             else:
                 try:
-                    data = await self._nsqd.in_disk_thread(found.read) if found.size else b""
+                    with archive_errors():
+                        read = self._nsqd.in_disk_thread
+                        data = await read(found.read, is_remote=found.is_remote) if found.size else b""
                 except CorruptBatch as error:
                     raise ApiError(500, "LOG_DAMAGED") from error
         headers = (
@@ -231,6 +236,7 @@ class LogApi:
             (400, "INVALID_ARG_COUNT"),
             (410, "OFFSET_GONE"),
             (416, "OFFSET_AHEAD"),
+            (503, "ARCHIVE_UNAVAILABLE"),
         ),
     )
     async def peek_topic(self, request: Request) -> Result:
@@ -239,7 +245,9 @@ class LogApi:
         if sum(name in request.parameters for name in ("from", "before", "time")) > 1:
             raise ApiError(400, "INVALID_ARG_FROM")
         if (time := request.parameters.get("time")) is not None:
-            start = await self._nsqd.in_disk_thread(topic.log.search_time(time_ns_of(time)).run)
+            search = topic.log.search_time(time_ns_of(time))
+            with archive_errors():
+                start = await self._nsqd.in_disk_thread(search.run, is_remote=search.is_remote)
             start = max(start, topic.log.start)
         with offset_errors():
             peek = peek_topic(topic, start, count, MAX_PEEK_BYTES, before=number_of(request, "before"))
@@ -270,6 +278,7 @@ class LogApi:
             (400, "INVALID_ARG_STATE"),
             (400, "INVALID_ARG_FROM"),
             (400, "INVALID_ARG_COUNT"),
+            (503, "ARCHIVE_UNAVAILABLE"),
         ),
     )
     async def peek_channel(self, request: Request) -> Result:
@@ -284,7 +293,8 @@ class LogApi:
         return await self._peeked(peek_channel(channel, states, count, MAX_PEEK_BYTES, start=start or 0))
 
     async def _peeked(self, peek: Peek) -> Result:
-        found = await self._nsqd.in_disk_thread(peek.read)
+        with archive_errors():
+            found = await self._nsqd.in_disk_thread(peek.read, is_remote=peek.is_remote)
         return {"messages": [_message(one) for one in found], "missing": peek.missing}
 
 

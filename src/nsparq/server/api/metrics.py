@@ -17,6 +17,7 @@ from nsparq.version import NSQ_VERSION, __version__
 if TYPE_CHECKING:
     from nsparq.broker.topic import Topic
     from nsparq.broker.transactions import Transactions
+    from nsparq.server.archiving import Archiving
     from nsparq.server.daemon import Nsqd
 
 SLICE: Final = 200
@@ -40,6 +41,18 @@ _TOPIC: Final = {
         "messages published again by idempotent producers, and not stored",
         "repeated_count",
     ),
+}
+_ARCHIVE: Final = {
+    "segments": ("gauge", "log files in the archive", "segments"),
+    "bytes": ("gauge", "bytes of the log in the archive", "bytes"),
+    "waiting_segments": ("gauge", "sealed log files that are not in the archive yet", "waiting_segments"),
+    "waiting_bytes": ("gauge", "bytes of them", "waiting_bytes"),
+    "oldest_waiting_age_seconds": (
+        "gauge",
+        "time since the last message of the oldest of them was published",
+        "oldest_waiting_age_s",
+    ),
+    "failing": ("gauge", "1 while nsqd cannot write to the archive", "failing"),
 }
 _CHANNEL: Final = {
     "depth": ("gauge", "messages ready to be sent", "depth"),
@@ -113,8 +126,6 @@ class MetricsApi:
         out.add("nsqd_topics", "gauge", "topics", len(broker.topics))
         out.add("nsqd_connections", "gauge", "TCP connections", len(nsqd.connections))
         out.add("nsqd_http_connections", "gauge", "HTTP and HTTPS connections", nsqd.http_connection_count)
-        if nsqd.replication is not None:
-            nsqd.replication.state.add_metrics(out)
         _add_transactions(out, broker.transactions)
         path = broker.data_path.path
         disk, device = await asyncio.to_thread(lambda: (shutil.disk_usage(path), os.stat(path).st_dev))
@@ -122,6 +133,8 @@ class MetricsApi:
         out.add("nsqd_disk_info", "gauge", "the data path's file system, by device number", 1, named)
         out.add("nsqd_disk_free_bytes", "gauge", "free space of the data path's file system", disk.free)
         out.add("nsqd_disk_size_bytes", "gauge", "size of the data path's file system", disk.total)
+        if nsqd.archiving is not None:
+            _add_archive(out, nsqd.archiving)
         _add_lag(out, nsqd.lag)
         add_process(out)
 
@@ -139,6 +152,19 @@ def _add_transactions(out: Exposition, transactions: Transactions) -> None:
         out.add(f"nsqd_transactions_{name}", kind, help_text, value)
 
 
+def _add_archive(out: Exposition, archiving: Archiving) -> None:
+    cache = archiving.cache
+    for name, kind, help_text, value in (
+        ("sent_bytes_total", "counter", "bytes of log files sent to the archive", archiving.sent_bytes),
+        ("sent_segments_total", "counter", "log files sent to the archive", archiving.sent_segments),
+        ("fetched_bytes_total", "counter", "bytes of log files read back", cache.fetched_bytes),
+        ("fetched_segments_total", "counter", "log files read back", cache.fetched_segments),
+        ("fetch_failing", "gauge", "1 while nsqd cannot read from the archive", bool(cache.error)),
+        ("cache_bytes", "gauge", "size of the copies of log files read back", cache.size_bytes),
+    ):
+        out.add(f"nsqd_archive_{name}", kind, help_text, value)
+
+
 def _add_lag(out: Exposition, lag: LoopLag) -> None:
     name = "nsqd_loop_lag_seconds"
     lines = out.family(name, "histogram", "lateness of the event loop, sampled twice a second")
@@ -153,6 +179,9 @@ def _add_topic(out: Exposition, topic: Topic) -> None:
     stats = topic_stats(topic)
     labels = f'{{topic="{topic.name}"}}'
     _figures(out, "nsqd_topic", _TOPIC, stats, labels)
+    if stats["archive"] is not None:
+        archive = {**stats["archive"], "failing": bool(stats["archive"]["error"])}
+        _figures(out, "nsqd_topic_archive", _ARCHIVE, archive, labels)
     _latency(out, "nsqd_topic", stats, f'topic="{topic.name}"')
     for channel in stats["channels"]:
         pair = f'topic="{topic.name}",channel="{channel["channel_name"]}"'

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal, InvalidOperation
 from typing import TYPE_CHECKING, Any, Final
 
+from nsparq.errors import ArchiveUnavailable
 from nsparq.http.api import ApiError, Param, Request
 from nsparq.names import is_valid_name
 from nsparq.storage.log_range import OffsetAhead, OffsetGone
@@ -135,6 +136,15 @@ def offset_errors() -> Iterator[None]:
         raise ApiError(410, "OFFSET_GONE", earliest=error.earliest) from error
     except OffsetAhead as error:
         raise ApiError(416, "OFFSET_AHEAD", latest=error.latest) from error
+
+
+@contextmanager
+def archive_errors() -> Iterator[None]:
+    """Turn the error of an archive that is away into ApiError. Trying again helps."""
+    try:
+        yield
+    except ArchiveUnavailable as error:
+        raise ApiError(503, "ARCHIVE_UNAVAILABLE", reason=str(error)) from error
 
 
 def owner_of(request: Request) -> str | None:

@@ -34,6 +34,10 @@ _SETTINGS: Final = obj(
         "retention_age": {"type": ["number", "null"]},
         "retention_bytes": {"type": ["integer", "null"]},
         "durability": {"type": ["string", "null"]},
+        "archive": {"type": ["boolean", "null"]},
+        "archive_retention_age": {"type": ["number", "null"]},
+        "archive_retention_bytes": {"type": ["integer", "null"]},
+        "archive_local_bytes": {"type": ["integer", "null"]},
         "policy": {"type": ["object", "null"]},
         "effective": {"type": "object"},
         "channel_policies": {"type": "object"},
@@ -72,17 +76,23 @@ _POLICY_HELP: Final = (
     "Times are seconds, or durations such as `5m`. It needs the permission for the topic of the dead "
     "letters, too."
 )
+_AGE: Final = {
+    "anyOf": [
+        {"type": ["number", "null"], "minimum": 0},
+        {"type": "string", "pattern": "^[0-9]{1,9}(ms|s|m|h)$"},
+    ]
+}
+_BYTES: Final = {"type": ["integer", "null"], "minimum": 0}
 _CHANGES: Final = {
     "type": "object",
     "properties": {
-        "retention_age": {
-            "anyOf": [
-                {"type": ["number", "null"], "minimum": 0},
-                {"type": "string", "pattern": "^[0-9]{1,9}(ms|s|m|h)$"},
-            ]
-        },
-        "retention_bytes": {"type": ["integer", "null"], "minimum": 0},
+        "retention_age": _AGE,
+        "retention_bytes": _BYTES,
         "durability": {"enum": ["os", "fsync", "memory", None]},
+        "archive": {"type": ["boolean", "null"]},
+        "archive_retention_age": _AGE,
+        "archive_retention_bytes": _BYTES,
+        "archive_local_bytes": _BYTES,
         "policy": _POLICY,
     },
     "additionalProperties": False,
@@ -132,8 +142,9 @@ class SettingsApi:
         path="/topic/settings",
         summary="Change a topic's settings. A restart keeps them.",
         details="A JSON object with any of `retention_age` (seconds, or a duration such as `24h`), "
-        "`retention_bytes`, `durability` (`os`, `fsync`, `memory`) and `policy`. Null restores the daemon's "
-        f"flag; there is none for a policy. {_POLICY_HELP}",
+        "`retention_bytes`, `durability` (`os`, `fsync`, `memory`), `archive` (true needs an nsqd with "
+        "`--archive`), `archive_retention_age`, `archive_retention_bytes`, `archive_local_bytes` and "
+        f"`policy`. Null restores the daemon's flag; there is none for a policy. {_POLICY_HELP}",
         params=(TOPIC, _DRY_RUN),
         permission="admin",
         body_help="a JSON object",
@@ -233,10 +244,14 @@ def _settings_of(topic: Topic, settings: TopicSettings | None = None) -> dict[st
         "retention_age": options.retention_age,
         "retention_bytes": options.retention_bytes,
         "durability": options.durability,
+        "archive": bool(options.archive),
+        "archive_retention_age": options.archive_retention_age,
+        "archive_retention_bytes": options.archive_retention_bytes,
+        "archive_local_bytes": options.archive_local_bytes,
         "policy": None,
     }
     if topic.is_ephemeral:
-        flags |= {"retention_age": 0.0, "retention_bytes": 0, "durability": "memory"}
+        flags |= {"retention_age": 0.0, "retention_bytes": 0, "durability": "memory", "archive": False}
     effective = {name: flags[name] if value is None else value for name, value in own.items()}
     own_policies = ((name, channel.retries.own_policy) for name, channel in sorted(topic.channels.items()))
     of_channels = {name: dataclasses.asdict(policy) for name, policy in own_policies if policy is not None}

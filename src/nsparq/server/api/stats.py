@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.broker.stats import stats_in_slices
 from nsparq.http.api import JSON_TYPE, TEXT_TYPE, Endpoint, Param, Request, Response, Result, encode_json
-from nsparq.options import NsqdOptions
 from nsparq.server.api.parameters import BOOLEAN, COUNT, INT, TEXT, fields, listed, obj
 from nsparq.server.api.stats_text import render_stats
 from nsparq.server.memory import memory_stats
@@ -50,28 +48,34 @@ _CHANNEL: Final = obj(
     | {"clients": _CLIENTS, "paused": BOOLEAN, "e2e_processing_latency": _LATENCY}
     | fields({"type": ["number", "null"]}, "oldest_message_age_s", "drain_rate", "drain_time_s")
 )
+_ARCHIVE: Final = obj(
+    fields(BOOLEAN, "enabled", "replaced")
+    | fields(COUNT, "segments", "bytes", "waiting_segments", "waiting_bytes")
+    | {"oldest_waiting_age_s": {"type": "number"}, "error": TEXT}
+    | {"missing_after_ns": {"type": ["integer", "null"]}}
+)
 _TOPIC: Final = obj(
     fields(COUNT, "depth", "backend_depth", "message_count", "message_bytes", "dropped_count")
     | fields(COUNT, "corrupt_batches", "corrupt_messages", "corrupt_files", "log_bytes", "repeated_count")
     | {"topic_name": TEXT, "channels": listed(_CHANNEL), "paused": BOOLEAN}
-    | {"e2e_processing_latency": _LATENCY}
+    | {"e2e_processing_latency": _LATENCY, "archive": {"anyOf": [_ARCHIVE, {"type": "null"}]}}
 )
 _STATS: Final = obj(
     fields(TEXT, "version", "health")
     | {
         "start_time": INT,
         "corrupt_files": COUNT,
+        "warnings": listed(TEXT),
         "topics": {"type": ["array", "null"], "items": _TOPIC},
         "producers": _CLIENTS,
     },
-    fields({"type": "object"}, "memory", "replication"),
+    {"memory": {"type": "object"}},
 )
 _INFO: Final = obj(
     fields(TEXT, "version", "broadcast_address", "hostname", "topology_zone", "topology_region")
     | fields(INT, "http_port", "tcp_port", "start_time", "max_heartbeat_interval")
     | fields(INT, "max_output_buffer_size", "max_output_buffer_timeout", "max_deflate_level")
-    | fields(BOOLEAN, "headers"),
-    {"replication": {"type": "object"}},
+    | fields(BOOLEAN, "headers")
 )
 
 
@@ -84,14 +88,12 @@ class StatsApi:
         method="GET",
         path="/ping",
         summary="Check the daemon's health.",
-        details="500 and `NOK - <reason>`, as plain text, while the disk reports an error, or while too few "
-        "nodes of a cluster are in sync. A node that is not the primary of its cluster answers 503 and "
-        "`NOK`: load balancers pass it over.",
+        details="500 and `NOK - <reason>`, as plain text, while the disk reports an error.",
         permission="read",
         success="`OK`",
         success_type=TEXT_TYPE,
         success_schema={"type": "string", "const": "OK"},
-        errors=((500, "NOK - …"), (503, "NOK - …")),
+        errors=((500, "NOK - …"),),
     )
     def ping(self, request: Request) -> Response:
         error = self._broker.health.error
@@ -104,18 +106,28 @@ class StatsApi:
         method="GET",
         path="/info",
         summary="Get the daemon's version, addresses and limits. Durations are in nanoseconds.",
-        details="`headers` says that it knows [message headers](headers.md); NSQ's own nsqd has no such key. "
-        "`replication` is there with `--replication-cluster`: see `/replication`.",
+        details="`headers` says that it knows [message headers](headers.md); NSQ's own nsqd has no such key.",
         permission="read",
         success="an object",
         success_schema=_INFO,
     )
     def info(self, request: Request) -> Result:
-        nsqd = self._nsqd
-        info = describe(nsqd.options, nsqd.tcp_port, nsqd.http_port, self._broker.start_s)
-        if nsqd.replication is not None:
-            info["replication"] = nsqd.replication.state.summary
-        return info
+        nsqd, options = self._nsqd, self._nsqd.options
+        return {
+            "version": NSQ_VERSION,
+            "broadcast_address": options.broadcast_address,
+            "hostname": nsqd.hostname,
+            "http_port": nsqd.http_port,
+            "tcp_port": nsqd.tcp_port,
+            "start_time": self._broker.start_s,
+            "max_heartbeat_interval": round(options.max_heartbeat_interval * 1e9),
+            "max_output_buffer_size": options.max_output_buffer_size,
+            "max_output_buffer_timeout": round(options.max_output_buffer_timeout * 1e9),
+            "max_deflate_level": options.max_deflate_level,
+            "topology_zone": options.topology_zone,
+            "topology_region": options.topology_region,
+            "headers": True,
+        }
 
     @Endpoint(
         method="GET",
@@ -126,7 +138,9 @@ class StatsApi:
         "waiting message was published, `drain_rate` the messages per second by which the depth falls, and "
         "`drain_time_s` the time until nothing waits at that rate. They are 0 if nothing waits and null if "
         "unknown; `drain_time_s` is also null if the rate is not positive. "
-        "[Exact definitions](../how-to/monitoring.md#lag-as-time).",
+        "[Exact definitions](../how-to/monitoring.md#lag-as-time). `warnings` are errors that keep nobody "
+        "from publishing. `archive` of a topic is null without `--archive`; its `missing_after_ns` is the "
+        "publish time of the last message that a start with `--restore` brought back, else null.",
         params=(
             Param(name="format", help="`json`; any other value gives text"),
             Param(name="topic", help="only this topic"),
@@ -151,35 +165,14 @@ class StatsApi:
             request.flag("include_clients", default=True),
         ):
             await asyncio.sleep(0)
-        if self._nsqd.replication is not None:
-            stats["replication"] = self._nsqd.replication.state.status()
         if request.flag("include_mem", default=True):
-            last = {name: stats.pop(name) for name in ("producers", "corrupt_files")}
+            last = {name: stats.pop(name) for name in ("producers", "corrupt_files", "warnings")}
             stats |= {"memory": memory_stats(), **last}
         if parameters.get("format") == "json":
             return Response(body=await _join_in_slices(_json_pieces(stats)), content_type=JSON_TYPE)
         text = render_stats(stats, self._broker.wall_ns() / 1e9)
         pieces = (piece.encode("utf-8", "replace") for piece in text)
         return Response(body=await _join_in_slices(pieces), content_type=TEXT_TYPE)
-
-
-def describe(options: NsqdOptions, tcp_port: int, http_port: int, start_s: int) -> dict[str, Any]:
-    """What /info says of a daemon."""
-    return {
-        "version": NSQ_VERSION,
-        "broadcast_address": options.broadcast_address,
-        "hostname": socket.gethostname(),
-        "http_port": http_port,
-        "tcp_port": tcp_port,
-        "start_time": start_s,
-        "max_heartbeat_interval": round(options.max_heartbeat_interval * 1e9),
-        "max_output_buffer_size": options.max_output_buffer_size,
-        "max_output_buffer_timeout": round(options.max_output_buffer_timeout * 1e9),
-        "max_deflate_level": options.max_deflate_level,
-        "topology_zone": options.topology_zone,
-        "topology_region": options.topology_region,
-        "headers": True,
-    }
 
 
 def _json_pieces(stats: Mapping[str, Any]) -> Iterator[bytes]:

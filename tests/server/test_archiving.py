@@ -1,0 +1,403 @@
+"""Segments go to the archive, leave the disk, and come back for readers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nsparq.archive.topic_archive import UNKNOWN_S
+from nsparq.broker.stats import broker_stats
+from nsparq.errors import StartError
+from nsparq.server.archiving import COLLECT_INTERVAL_S
+from nsparq.storage.raw_batch import iter_batches
+from nsparq.storage.segment_list import ARCHIVE_FILE
+from tests.archive.rig import ArchiveRig, FaultyStore, Killed, numbers
+from tests.broker.rig import FakeClient, Rig
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FaultyStore:
+    return FaultyStore.local(tmp_path / "store")
+
+
+@pytest.fixture
+def rig(tmp_path: Path, store: FaultyStore) -> ArchiveRig:
+    """Every segment leaves the disk as soon as the archive has it."""
+    return ArchiveRig(tmp_path / "data", store=store, archive_local_bytes=1)
+
+
+def consume(rig: ArchiveRig, count: int, channel: str = "c") -> list[int]:
+    """What a client gets that finishes each message."""
+    client: FakeClient = rig.subscribe(channel=channel, rdy=5)
+    found: list[int] = []
+    for _ in range(10 * count + 10):
+        taken = client.take()
+        if not taken and len(found) >= count:
+            break
+        for message in taken:
+            rig.finish(client, message)
+        found += numbers(message.body for message in taken)
+        rig.turn()
+        rig.pass_time(1)
+        rig.maintain()
+    rig.channel(channel).remove_client(client)
+    return found
+
+
+# sending
+
+
+def test_sealed_segments_are_archived_and_leave_the_disk(rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.fill(100)
+    stats = broker_stats(rig.broker)["topics"][0]["archive"]
+    assert stats["segments"] == len(rig.log.segments) - 1 > 5
+    assert stats["waiting_segments"] == 0 and stats["error"] == ""
+    assert len(rig.objects(".log")) == len(rig.objects(".index")) == stats["segments"]
+    assert rig.local_bytes() == rig.log.segments[-1].size
+    assert rig.log.size_bytes == rig.local_bytes()
+
+
+def test_without_a_limit_segments_that_a_channel_needs_stay_on_disk(
+    tmp_path: Path, store: FaultyStore
+) -> None:
+    rig = ArchiveRig(tmp_path / "data", store=store)
+    rig.channel()
+    rig.fill(50)
+    assert len(rig.objects(".log")) == len(rig.log.segments) - 1
+    assert all(segment.is_local for segment in rig.log.segments)
+    assert consume(rig, 50) == [*range(50)]
+    rig.settle()
+    assert [segment.is_local for segment in rig.log.segments[-2:]] == [False, True]
+    assert rig.log.positions().earliest == rig.log.segments[0].base
+
+
+def test_a_topic_that_is_not_archived_is_as_before(rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.topic().change_settings({"archive": False})
+    rig.fill(50)
+    assert rig.objects() == []
+    assert rig.local_bytes() > 5000
+
+
+def test_a_store_that_is_away_costs_disk_space_and_nothing_else(rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.store.is_away = True
+    rig.fill(50)
+    assert consume(rig, 50) == [*range(50)]
+    rig.settle()
+    stats = broker_stats(rig.broker)
+    archive = stats["topics"][0]["archive"]
+    assert archive["waiting_segments"] == len(rig.log.segments) - 1
+    assert archive["waiting_bytes"] > 3000 and archive["oldest_waiting_age_s"] > 0
+    assert "the store is away" in archive["error"] and stats["warnings"] == [archive["error"]]
+    assert stats["health"] == "OK"
+    assert rig.local_bytes() > 5000
+    rig.store.is_away = False
+    rig.settle(60)
+    archive = broker_stats(rig.broker)["topics"][0]["archive"]
+    assert archive["waiting_segments"] == 0 and archive["error"] == ""
+    assert broker_stats(rig.broker)["warnings"] == []
+    assert rig.local_bytes() == rig.log.segments[-1].size
+
+
+def test_the_store_is_asked_less_and_less_often_while_it_is_away(rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.store.is_away = True
+    rig.fill(30)
+    rig.settle(400)
+    assert 15 < len(rig.store.calls) < 40
+
+
+def test_what_the_store_has_is_not_sent_again(rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.store.kill_at(10_000)
+    rig.fill(30)
+    sent = rig.store.calls.count("put")
+    (rig.topic().directory / ARCHIVE_FILE).unlink()
+    rig.crash()
+    rig.settle()
+    assert rig.store.calls.count("put") == sent
+
+
+# reading back
+
+
+def test_a_channel_far_behind_gets_everything_in_order(rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.fill(200)
+    assert rig.local_bytes() < 2000
+    assert consume(rig, 200) == [*range(200)]
+
+
+def test_a_channel_that_goes_back_reads_from_the_archive(rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.fill(60)
+    consume(rig, 60)
+    rig.settle()
+    assert rig.topic().positions().messages == 60
+    rig.channel().seek(rig.log.start)
+    rig.turn()
+    assert consume(rig, 60) == [*range(60)]
+
+
+def test_ranges_and_times_are_found_in_the_archive(rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.fill(30)
+    between_ns = rig.clock.wall()
+    rig.clock.advance(1)
+    rig.fill(30, start=30)
+    found, sequence = [], rig.log.start
+    while sequence < rig.log.end:
+        place = rig.log.locate(sequence, 1)
+        for batch in iter_batches(place.read_verified().data):
+            found += batch.bodies()
+        sequence = place.next
+    assert numbers(found) == [*range(60)]
+    assert rig.log.search_time(between_ns).run() == rig.log.start + 30
+
+
+def test_deferred_messages_of_archived_segments_are_delivered(rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.publish("t", b"0.", defer_ms=3_000_000)
+    rig.fill(30, start=1)
+    assert not rig.log.segments[0].is_local
+    assert sorted(consume(rig, 30)) == [*range(1, 31)]
+    rig.pass_time(3000)
+    assert consume(rig, 1) == [0]
+
+
+def test_a_store_that_is_away_delays_only_the_channel_that_needs_it(rig: ArchiveRig) -> None:
+    rig.channel("behind")
+    rig.fill(40)
+    rig.store.is_away = True
+    fresh, behind = rig.subscribe(channel="fresh", rdy=100), rig.subscribe(channel="behind", rdy=100)
+    rig.publish("t", b"40.")
+    assert numbers(fresh.take_bodies()) == [40]
+    rig.settle()
+    assert behind.take() == []
+    stats = broker_stats(rig.broker)
+    assert stats["health"] == "OK"
+    assert any("t:behind: waits for the archive" in text for text in stats["warnings"])
+    rig.store.is_away = False
+    rig.settle(60)
+    assert numbers(behind.take_bodies())[:41] == [*range(41)]
+    assert broker_stats(rig.broker)["warnings"] == []
+
+
+def test_the_cache_is_bounded(tmp_path: Path, store: FaultyStore) -> None:
+    rig = ArchiveRig(tmp_path / "data", store=store, archive_local_bytes=1, archive_cache_bytes=2500)
+    rig.channel()
+    rig.fill(100)
+    sizes = []
+    client = rig.subscribe(rdy=3)
+    for _ in range(200):
+        for message in client.take():
+            rig.finish(client, message)
+        rig.turn()
+        sizes.append(sum(path.stat().st_size for path in (rig.data_path / "archive-cache").iterdir()))
+    assert numbers(message.body for message in client.messages) == [*range(100)]
+    assert 1000 < max(sizes) <= 2500
+
+
+def test_the_next_segment_is_fetched_ahead(rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.fill(60)
+    rig.store.calls.clear()
+    client = rig.subscribe(rdy=1)
+    assert numbers(client.take_bodies()) == [0]
+    assert rig.store.calls.count("read") == 2
+
+
+# restarts
+
+
+@pytest.mark.parametrize("is_clean", [True, False])
+def test_a_restart_needs_no_store(rig: ArchiveRig, is_clean: bool) -> None:
+    rig.channel()
+    rig.fill(60)
+    rig.store.is_away = True
+    earliest = rig.log.start
+    rig.restart() if is_clean else rig.crash()
+    assert rig.log.start == earliest
+    assert (rig.log.corrupt_batches, rig.log.corrupt_messages) == (0, 0)
+    assert rig.channel().depth == 60
+    rig.store.is_away = False
+    assert consume(rig, 60) == [*range(60)]
+
+
+def test_without_the_flag_nsqd_does_not_start_on_a_log_that_is_partly_archived(rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.fill(60)
+    rig.close()
+    with pytest.raises(StartError, match="start nsqd with --archive"):
+        Rig(rig.data_path)
+
+
+def test_a_damaged_local_manifest_is_read_from_the_archive(rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.fill(60)
+    path = rig.topic().directory / ARCHIVE_FILE
+    path.write_bytes(path.read_bytes()[:-9])
+    rig.crash()
+    assert consume(rig, 60) == [*range(60)]
+
+
+def test_a_missing_index_costs_only_time(rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.fill(60)
+    for path in rig.data_path.glob("topics/*.topic/*.index"):
+        path.unlink()
+    rig.crash()
+    assert consume(rig, 60) == [*range(60)]
+
+
+# removing
+
+
+def test_archive_retention_removes_what_no_channel_needs(tmp_path: Path, store: FaultyStore) -> None:
+    rig = ArchiveRig(tmp_path / "data", store=store, archive_local_bytes=1, archive_retention_bytes=5000)
+    rig.channel()
+    rig.fill(100)
+    assert rig.topic().positions().messages == 100
+    consume(rig, 100)
+    rig.settle()
+    assert 30 < rig.topic().positions().messages < 60
+    rig.clock.advance(UNKNOWN_S + COLLECT_INTERVAL_S)
+    rig.fill(1, start=100)
+    rig.settle()
+    kept = [segment for segment in rig.log.segments if segment.entry is not None]
+    # The store's clock is the machine's: objects count as old only by the rig's clock.
+    assert len(rig.objects(".log")) >= len(kept)
+
+
+def test_the_first_nsqd_notices_that_it_was_replaced(tmp_path: Path, rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.fill(30)
+    old, old_archiving = rig.broker, rig.archiving
+    rig.fill(30, start=30)
+    before = rig.objects(".json")
+    # A second nsqd on a copy of the data path.
+    archive = old_archiving._archives[old.topics["t"]]
+    other = ArchiveRig(tmp_path / "other", store=rig.store)
+    taken = other.archiving
+    from nsparq.archive.topic_archive import TopicArchive
+
+    second = TopicArchive(rig.store, archive.manifest, writer="second")
+    second.commit([], [])
+    assert taken is not None and len(rig.objects(".json")) == len(before) + 1
+    rig.fill(30, start=60)
+    stats = broker_stats(rig.broker)["topics"][0]["archive"]
+    assert stats["replaced"] and "another nsqd" in stats["error"]
+    assert stats["waiting_segments"] > 0
+    local = rig.local_bytes()
+    assert local > 2000
+    assert consume(rig, 90) == [*range(90)]
+    assert len(rig.objects(".json")) == len(before) + 1
+
+
+# restoring
+
+
+def test_an_empty_data_path_gets_everything_back_that_is_archived(
+    tmp_path: Path, rig: ArchiveRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.channel("done")
+    rig.channel("behind")
+    rig.topic().change_settings({"archive_retention_age": 86_400})
+    rig.fill(40)
+    consume(rig, 40, "done")
+    rig.fill(20, start=40)
+    archived = sum(segment.end - segment.base for segment in rig.log.segments if not segment.is_local)
+    last_ns, end, incarnation = rig.log.segments[-2].last_ns, rig.log.end, rig.topic().incarnation
+    rig.drop()
+    new = ArchiveRig(tmp_path / "new", store=rig.store, restore=True, clock=rig.clock)
+    assert new.topic().incarnation == incarnation
+    assert new.topic().positions().messages == archived < 60
+    assert (new.log.corrupt_messages, new.topic().corrupt_files) == (0, 0)
+    assert new.log.end >= end
+    assert new.topic().settings.archive_retention_age == 86_400
+    assert broker_stats(new.broker)["topics"][0]["archive"]["missing_after_ns"] == last_ns
+    assert "those published after 2023-11-14T" in caplog.text
+    assert consume(new, archived, "behind") == [*range(archived)]
+    assert set(consume(new, 0, "done")) <= {*range(30, archived)}
+    new.fill(20, start=100)
+    assert consume(new, 20, "behind") == [*range(100, 120)]
+    new.crash()
+    assert new.topic().positions().messages == archived + 20
+
+
+def test_a_restore_that_is_killed_begins_again(tmp_path: Path, rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.fill(40)
+    rig.fill(40, topic="u")
+    rig.drop()
+    for number in range(1, 100):
+        rig.store.kill_at(number)
+        new = tmp_path / f"new-{number}"
+        try:
+            restored = ArchiveRig(new, store=rig.store, restore=True, clock=rig.clock)
+        except Killed:
+            rig.store.kill_at(0)
+            restored = ArchiveRig(new, store=rig.store, restore=True, clock=rig.clock)
+        else:
+            break
+        assert {name: topic.positions().messages for name, topic in restored.broker.topics.items()} == {
+            "t": 36,
+            "u": 36,
+        }
+        restored.drop()
+    assert number > 5
+
+
+def test_restore_leaves_a_data_path_with_topics_alone(rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.fill(40)
+    rig.restart(restore=True)
+    assert rig.topic().positions().messages == 40
+
+
+def test_restore_names_the_nodes_that_the_archive_has(tmp_path: Path, rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.fill(40)
+    with pytest.raises(StartError, match="no topics of node 6, but of 5"):
+        ArchiveRig(tmp_path / "new", store=rig.store, restore=True, node_id=6)
+
+
+# kills
+
+
+def test_a_kill_at_any_call_to_the_store_loses_nothing(tmp_path: Path) -> None:
+    """The last round has no kill: it shows that there are no more calls to kill at."""
+    for after in (False, True):
+        for number in range(1, 40):
+            directory = tmp_path / f"{number}-{after}"
+            directory.mkdir()
+            store = FaultyStore.local(directory / "store")
+            rig = ArchiveRig(directory / "data", store=store, archive_local_bytes=1)
+            rig.channel()
+            store.kill_at(number, after=after)
+            was_killed = False
+            published = 0
+            try:
+                for published in range(0, 20, 5):
+                    rig.fill(5, start=published)
+            except Killed:
+                was_killed = True
+                rig.crash()
+            store.kill_at(0)
+            rig.fill(20 - published - 5, start=published + 5)
+            rig.settle(3)
+            assert consume(rig, 20) == [*range(20)], number
+            assert rig.log.corrupt_messages == 0
+            named = {
+                f"{kind.name}" for kind in (segment.entry for segment in rig.log.segments) if kind is not None
+            }
+            stored = {key.rpartition("/")[2].removesuffix(".log") for key in rig.objects(".log")}
+            assert stored == named
+            rig.drop()
+            if not was_killed:
+                break
+        else:
+            raise AssertionError("there were more calls than expected")
