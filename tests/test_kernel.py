@@ -12,6 +12,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -437,15 +438,42 @@ def assert_nothing_is_kept(call: Callable[[], object]) -> None:
 class TestSendEach:
     __test__ = CAN_BE_COMPILED
 
-    def test_every_socket_gets_the_bytes(self) -> None:
-        pairs = [socket.socketpair() for _ in range(5)]
+    @pytest.fixture(params=["one by one", "together"])
+    def ring(self, request: pytest.FixtureRequest) -> object:
+        """None on systems without io_uring: then all are sent to one by one."""
+        return COMPILED["open_ring"]() if request.param == "together" else None
+
+    # A ring takes 64 at a time.
+    @pytest.mark.parametrize("count", [0, 1, 5, 64, 65, 130])
+    def test_every_socket_gets_the_bytes(self, ring: object, count: int) -> None:
+        pairs = [socket.socketpair() for _ in range(count)]
         try:
-            assert COMPILED["send_each"]([ours.fileno() for ours, _ in pairs], b"OK") == []
-            assert [theirs.recv(10) for _, theirs in pairs] == [b"OK"] * 5
+            for _ in range(3):
+                assert COMPILED["send_each"]([ours.fileno() for ours, _ in pairs], b"OK", ring) == []
+            assert [theirs.recv(10) for _, theirs in pairs] == [b"OKOKOK"] * count
         finally:
             close_all(pairs)
 
-    def test_those_that_take_less_are_named_with_what_they_took(self) -> None:
+    def test_another_thread_than_the_rings_sends_without_it(self) -> None:
+        ring, pairs = COMPILED["open_ring"](), [socket.socketpair() for _ in range(5)]
+        descriptors = [ours.fileno() for ours, _ in pairs]
+        try:
+            with ThreadPoolExecutor(1) as threads:
+                assert threads.submit(COMPILED["send_each"], descriptors, b"OK", ring).result(60) == []
+            assert COMPILED["send_each"](descriptors, b"!", ring) == []
+            assert [theirs.recv(10) for _, theirs in pairs] == [b"OK!"] * 5
+        finally:
+            close_all(pairs)
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="there are no rings, and no /proc")
+    def test_a_ring_that_nothing_refers_to_is_closed(self) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        rings = [COMPILED["open_ring"]() for _ in range(20)]
+        assert len(os.listdir("/proc/self/fd")) == before + sum(ring is not None for ring in rings)
+        del rings
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    def test_those_that_take_less_are_named_with_what_they_took(self, ring: object) -> None:
         pairs = [socket.socketpair() for _ in range(4)]
         full, gone = pairs[1][0], pairs[2]
         full.setblocking(False)
@@ -456,16 +484,25 @@ class TestSendEach:
         try:
             descriptors = [ours.fileno() for ours, _ in pairs]
             descriptors.insert(2, -1)
-            assert COMPILED["send_each"](descriptors, b"OK") == [(1, 0), (2, 0), (3, 0)]
+            assert COMPILED["send_each"](descriptors, b"OK", ring) == [(1, 0), (2, 0), (3, 0)]
             assert pairs[0][1].recv(10) == pairs[3][1].recv(10) == b"OK"
         finally:
             close_all(pairs)
 
     @pytest.mark.parametrize(
-        "arguments", [(), ([1],), ((1,), b""), ([1], "x"), (["x"], b"x"), ([2**70], b"x")]
+        "arguments",
+        [
+            (),
+            ([1], b"x"),
+            ((1,), b"", None),
+            ([1], "x", None),
+            (["x"], b"x", None),
+            ([2**70], b"x", None),
+            ([1], b"x", "ring"),
+        ],
     )
     def test_wrong_arguments_are_refused(self, arguments: tuple[object, ...]) -> None:
-        with pytest.raises((TypeError, OverflowError)):
+        with pytest.raises((TypeError, OverflowError, ValueError)):
             COMPILED["send_each"](*arguments)
 
 

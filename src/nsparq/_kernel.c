@@ -12,6 +12,18 @@
 #include <sys/socket.h>
 #ifdef __linux__
 #include <sys/epoll.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#ifdef __has_include
+#if __has_include(<linux/io_uring.h>)
+#include <linux/io_uring.h>
+#endif
+#endif
+#endif
+/* Older systems do not know all of what we use of it. */
+#if defined(SYS_io_uring_setup) && defined(IORING_SETUP_DEFER_TASKRUN)
+#define HAVE_RING 1
 #endif
 
 #ifndef MSG_NOSIGNAL
@@ -24,6 +36,7 @@
 #define FEW_HEADERS 16
 #define READ_AT_ONCE 64
 #define READ_BYTES 4096
+#define SEND_AT_ONCE 64
 
 static inline uint32_t
 read_u32(const unsigned char *p)
@@ -1036,18 +1049,164 @@ failed:
     return NULL;
 }
 
+/* A ring of io_uring, to send to many sockets with one system call. After each of many calls the kernel would run a
+ * client that the send has woken, before the others have their bytes. */
+static const char RING_NAME[] = "nsparq.send_ring";
+
+#ifdef HAVE_RING
+struct send_ring {
+    int fd;
+    unsigned *sq_head, *sq_tail, *cq_head, *cq_tail;
+    unsigned sq_mask, cq_mask;
+    struct io_uring_sqe *entries;
+    struct io_uring_cqe *results;
+    void *rings;
+    size_t rings_size, entries_size;
+};
+
+static void
+close_ring(struct send_ring *ring)
+{
+    if (ring->entries != NULL)
+        munmap(ring->entries, ring->entries_size);
+    if (ring->rings != NULL)
+        munmap(ring->rings, ring->rings_size);
+    close(ring->fd);
+    PyMem_Free(ring);
+}
+
+static void
+free_ring(PyObject *capsule)
+{
+    close_ring(PyCapsule_GetPointer(capsule, RING_NAME));
+}
+
+static void *
+map_ring(int fd, size_t size, off_t offset)
+{
+    void *mapped = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, offset);
+    if (mapped == MAP_FAILED)
+        return NULL;
+    madvise(mapped, size, MADV_DONTFORK);
+    return mapped;
+}
+
+/* NULL, without an exception, if the system has no io_uring, an old one, or does not allow it. */
+static struct send_ring *
+make_ring(void)
+{
+    struct io_uring_params params = {0};
+    params.flags = IORING_SETUP_SUBMIT_ALL | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
+    int fd = (int)syscall(SYS_io_uring_setup, SEND_AT_ONCE, &params);
+    if (fd < 0)
+        return NULL;
+    struct send_ring *ring = PyMem_Calloc(1, sizeof(struct send_ring));
+    if (ring == NULL) {
+        close(fd);
+        return NULL;
+    }
+    size_t queue = params.sq_off.array + params.sq_entries * sizeof(unsigned);
+    size_t results = params.cq_off.cqes + params.cq_entries * sizeof(struct io_uring_cqe);
+    ring->fd = fd;
+    ring->rings_size = queue > results ? queue : results;
+    ring->entries_size = params.sq_entries * sizeof(struct io_uring_sqe);
+    ring->rings = map_ring(fd, ring->rings_size, IORING_OFF_SQ_RING);
+    ring->entries = map_ring(fd, ring->entries_size, IORING_OFF_SQES);
+    if (ring->rings == NULL || ring->entries == NULL || !(params.features & IORING_FEAT_SINGLE_MMAP)) {
+        close_ring(ring);
+        return NULL;
+    }
+    char *base = ring->rings;
+    ring->sq_head = (unsigned *)(base + params.sq_off.head);
+    ring->sq_tail = (unsigned *)(base + params.sq_off.tail);
+    ring->sq_mask = *(unsigned *)(base + params.sq_off.ring_mask);
+    ring->cq_head = (unsigned *)(base + params.cq_off.head);
+    ring->cq_tail = (unsigned *)(base + params.cq_off.tail);
+    ring->cq_mask = *(unsigned *)(base + params.cq_off.ring_mask);
+    ring->results = (struct io_uring_cqe *)(base + params.cq_off.cqes);
+    /* Entry i of the queue is always entry i of the array. */
+    unsigned *array = (unsigned *)(base + params.sq_off.array);
+    for (unsigned i = 0; i < params.sq_entries; i++)
+        array[i] = i;
+    return ring;
+}
+
+/* As send() for each of at most SEND_AT_ONCE sockets, but gives negative error numbers. The first ones alone if the
+ * ring fails; gives how many. */
+static Py_ssize_t
+ring_send(struct send_ring *ring, const int *fds, Py_ssize_t count, const char *data, Py_ssize_t size, Py_ssize_t *sent)
+{
+    unsigned first = *ring->sq_tail, left = (unsigned)count, waiting = 0;
+    for (unsigned i = 0; i < left; i++) {
+        struct io_uring_sqe *entry = &ring->entries[(first + i) & ring->sq_mask];
+        memset(entry, 0, sizeof(*entry));
+        entry->opcode = IORING_OP_SEND;
+        entry->fd = fds[i];
+        entry->addr = (uint64_t)(uintptr_t)data;
+        entry->len = (unsigned)size;
+        entry->msg_flags = MSG_DONTWAIT | MSG_NOSIGNAL;
+        entry->user_data = i;
+    }
+    __atomic_store_n(ring->sq_tail, first + left, __ATOMIC_RELEASE);
+    int has_failed = 0;
+    while (waiting || (left && !has_failed)) {
+        unsigned more = has_failed ? 0 : left;
+        long taken = syscall(SYS_io_uring_enter, ring->fd, more, more + waiting, IORING_ENTER_GETEVENTS, NULL, 0);
+        if (taken < 0)
+            has_failed = errno != EINTR;
+        else {
+            left -= (unsigned)taken;
+            waiting += (unsigned)taken;
+        }
+        unsigned head = *ring->cq_head, end = __atomic_load_n(ring->cq_tail, __ATOMIC_ACQUIRE);
+        for (; head != end; head++, waiting--) {
+            struct io_uring_cqe *result = &ring->results[head & ring->cq_mask];
+            sent[result->user_data] = result->res;
+        }
+        __atomic_store_n(ring->cq_head, head, __ATOMIC_RELEASE);
+    }
+    /* What the system has not taken must not be sent later. */
+    __atomic_store_n(ring->sq_tail, first + (unsigned)count - left, __ATOMIC_RELEASE);
+    return count - left;
+}
+#endif
+
+PyDoc_STRVAR(open_ring_doc,
+"open_ring() -> ring or None\n\n"
+"Something that send_each() sends with, in the thread that has opened it. It closes when nothing refers to it.\n"
+"None if the system has no io_uring, or does not allow it.");
+
+static PyObject *
+open_ring(PyObject *module, PyObject *unused)
+{
+#ifdef HAVE_RING
+    struct send_ring *ring = make_ring();
+    if (ring != NULL) {
+        PyObject *capsule = PyCapsule_New(ring, RING_NAME, free_ring);
+        if (capsule == NULL)
+            close_ring(ring);
+        return capsule;
+    }
+#endif
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(send_each_doc,
-"send_each(descriptors, data) -> [(index, sent), ...]\n\n"
+"send_each(descriptors, data, ring) -> [(index, sent), ...]\n\n"
 "Write the same bytes to each of a list of sockets, without waiting for any. Gives the sockets that did not\n"
-"take all of them, with the number of bytes taken: 0 if there was an error, which the next write meets again.");
+"take all of them, with the number of bytes taken: 0 if there was an error, which the next write meets again.\n"
+"`ring` is from open_ring(), or None.");
 
 static PyObject *
 send_each(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 2 || !PyList_Check(args[0]) || !PyBytes_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "send_each(list, bytes)");
+    if (nargs != 3 || !PyList_Check(args[0]) || !PyBytes_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "send_each(list, bytes, ring)");
         return NULL;
     }
+    void *ring = args[2] == Py_None ? NULL : PyCapsule_GetPointer(args[2], RING_NAME);
+    if (ring == NULL && PyErr_Occurred())
+        return NULL;
     Py_ssize_t count = PyList_GET_SIZE(args[0]);
     const char *data = PyBytes_AS_STRING(args[1]);
     Py_ssize_t size = PyBytes_GET_SIZE(args[1]);
@@ -1065,7 +1224,17 @@ send_each(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         fds[i] = (int)fd;
     }
     Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t i = 0; i < count; i++) {
+    Py_ssize_t tried = 0;
+#ifdef HAVE_RING
+    while (ring != NULL && count - tried > 1) {
+        Py_ssize_t wanted = count - tried < SEND_AT_ONCE ? count - tried : SEND_AT_ONCE;
+        Py_ssize_t taken = ring_send(ring, fds + tried, wanted, data, size, sent + tried);
+        tried += taken;
+        if (taken < wanted)
+            break;
+    }
+#endif
+    for (Py_ssize_t i = tried; i < count; i++) {
         do
             sent[i] = send(fds[i], data, (size_t)size, MSG_DONTWAIT | MSG_NOSIGNAL);
         while (sent[i] < 0 && errno == EINTR);
@@ -1186,6 +1355,7 @@ static PyMethodDef methods[] = {
     {"build_frames", (PyCFunction)(void (*)(void))build_frames, METH_FASTCALL, build_frames_doc},
     {"decode_fins", (PyCFunction)(void (*)(void))decode_fins, METH_FASTCALL, decode_fins_doc},
     {"unpack_batches", (PyCFunction)(void (*)(void))unpack_batches, METH_FASTCALL, unpack_batches_doc},
+    {"open_ring", open_ring, METH_NOARGS, open_ring_doc},
     {"send_each", (PyCFunction)(void (*)(void))send_each, METH_FASTCALL, send_each_doc},
 #ifdef __linux__
     {"read_publishes", (PyCFunction)(void (*)(void))read_publishes, METH_FASTCALL, read_publishes_doc},

@@ -17,7 +17,7 @@ SplitHeaders = Callable[["array[int]", bytes], tuple[bytes, bytes, bytes, bytes]
 EncodeMpubHeaders = Callable[[bytes, Any, Any], bytes | None]
 BuildFrames = Callable[..., tuple[bytes, bytes]]
 DecodeFins = Callable[[bytes, int], tuple[list[tuple[int, int]], int]]
-SendEach = Callable[[list[int], bytes], list[tuple[int, int]]]
+SendEach = Callable[[list[int], bytes, object], list[tuple[int, int]]]
 ReadPublishes = Callable[[int, bytes, int], tuple[list[int], list[bytes], list[tuple[int, bytes]]]]
 UnpackBatches = Callable[[Any, int, int, int, int, int, bool], tuple[bytes, bytes, bytes, bytes, bytes, int]]
 
@@ -31,6 +31,8 @@ encode_mpub_headers: EncodeMpubHeaders | None = None
 build_frames: BuildFrames | None = None
 decode_fins: DecodeFins | None = None
 unpack_batches: UnpackBatches | None = None
+open_ring: Callable[[], object] | None = None
+"""What send_each() sends with; None without io_uring. Only the thread that opens it may use it."""
 send_each: SendEach | None = None
 read_publishes: ReadPublishes | None = None
 """On Linux alone."""
@@ -51,6 +53,7 @@ if not os.environ.get("NSPARQ_NO_EXTENSIONS"):
         build_frames = _kernel.build_frames
         decode_fins = _kernel.decode_fins
         unpack_batches = _kernel.unpack_batches
+        open_ring = _kernel.open_ring
         send_each = _kernel.send_each
         read_publishes = getattr(_kernel, "read_publishes", None)
 

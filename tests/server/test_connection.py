@@ -220,7 +220,7 @@ def test_a_publisher_can_publish_on_after_its_topic_is_deleted(tmp_path: Path) -
     asyncio.run(scenario())
 
 
-def in_halves(descriptors: list[int], data: bytes) -> list[tuple[int, int]]:
+def in_halves(descriptors: list[int], data: bytes, ring: object) -> list[tuple[int, int]]:
     """A socket that takes only half of what it is given."""
     return [(index, os.write(file, data[: len(data) // 2])) for index, file in enumerate(descriptors)]
 

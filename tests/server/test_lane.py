@@ -392,8 +392,8 @@ def test_an_ok_that_was_sent_in_part_is_completed(run: Run, monkeypatch: pytest.
     send_each = kernel.send_each
     assert send_each is not None
 
-    def half(descriptors: list[int], data: bytes) -> list[tuple[int, int]]:
-        assert send_each(descriptors, data[:3]) == []
+    def half(descriptors: list[int], data: bytes, ring: object) -> list[tuple[int, int]]:
+        assert send_each(descriptors, data[:3], ring) == []
         return [(index, 3) for index in range(len(descriptors))]
 
     async def scenario(stage: LaneRig) -> None:

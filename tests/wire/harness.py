@@ -41,6 +41,7 @@ COMPILED: dict[str, Any] = {
         "encode_mpub_headers",
         "build_frames",
         "decode_fins",
+        "open_ring",
         "send_each",
         "read_publishes",
     )

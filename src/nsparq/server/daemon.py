@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nsparq import logs
+from nsparq import kernel, logs
 from nsparq.addresses import join_address, remove_stale_socket, split_address
 from nsparq.broker.broker import Broker
 from nsparq.broker.scan import INTERVAL_S
@@ -174,9 +174,11 @@ class Nsqd:
                 self.archiving.open(self.broker)
             self.broker.open()
             declared.apply(self.broker)
+            self.oks.ring = kernel.open_ring() if kernel.open_ring is not None else None
             await self._serve()
         except BaseException:
             self._close_listeners()
+            self.oks.ring = None
             self.broker.close()
             self._threads.shutdown()
             self._askers.shutdown()
@@ -315,6 +317,7 @@ class Nsqd:
         # A request in progress may take seconds, and nobody waits for its answer any more.
         self._askers.shutdown(wait=False, cancel_futures=True)
         await asyncio.sleep(0)
+        self.oks.ring = None
         lost = self.broker.close(_run_in_threads)
         if self.archiving is not None:
             self.archiving.close()

@@ -5,7 +5,7 @@ so every reply behind it waits until then. Messages wait for no reply.
 
 Frames are gathered during a turn of the event loop and sent with one write at its end: a system
 call costs more than most frames. Publishers that get nothing but OK are answered together by one
-compiled call.
+compiled call, and by one system call where the system has io_uring.
 
 The outbox also knows how much the client leaves unread. Beyond WRITE_HIGH bytes the client gets no
 messages. Beyond MAX_UNREAD bytes of replies on top of that, or MAX_UNANSWERED publishes, nothing is
@@ -202,6 +202,8 @@ class PendingOks:
     def __init__(self) -> None:
         self.owed: dict[int, list[Outbox]] = {}
         """Outboxes that owe nothing but OKs, by the number of OKs."""
+        self.ring: object = None
+        """Sends to many sockets with one system call, if the system can: see kernel.open_ring."""
 
     def send(self) -> None:
         """Send the OKs. One compiled call writes to all sockets that have no unsent bytes."""
@@ -212,11 +214,11 @@ class PendingOks:
                 transport = outbox.transport
                 is_clear = not (transport.is_closing() or transport.get_write_buffer_size())
                 descriptors.append(outbox.descriptor if is_clear else -1)
-            for index, sent in (kernel.send_each or _send_none)(descriptors, OK * count):
+            for index, sent in (kernel.send_each or _send_none)(descriptors, OK * count, self.ring):
                 outboxes[index].finish_ok(sent, count)
 
 
-def _send_none(descriptors: list[int], data: bytes) -> list[tuple[int, int]]:
+def _send_none(descriptors: list[int], data: bytes, ring: object) -> list[tuple[int, int]]:
     """Without compiled code the transports send everything."""
     return [(index, 0) for index in range(len(descriptors))]
 
