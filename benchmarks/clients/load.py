@@ -28,6 +28,7 @@ class Load:
     _began: float = field(default=0.0, repr=False)
     _cpu: float = field(default=0.0, repr=False)
     _seen: int = field(default=0, repr=False)
+    _body_size: int = field(default=0, repr=False)
 
     @classmethod
     def from_arguments(cls) -> Load:
@@ -50,8 +51,15 @@ class Load:
             asyncio.run(main())
 
     @property
+    def body_size(self) -> int:
+        """`size` counts the headers: three bytes more for each, and four for all."""
+        headers = self.message_headers
+        sizes = [3 + len(name) + len(value) for name, value in headers.items()]
+        return self.size - sum([*sizes, 4] if sizes else sizes)
+
+    @property
     def body(self) -> bytes:
-        return b"x" * self.size
+        return b"x" * self.body_size
 
     @property
     def message_headers(self) -> dict[str, str]:
@@ -67,11 +75,12 @@ class Load:
         return int(self.address.rpartition(":")[2])
 
     def begin(self) -> None:
+        self._body_size = self.body_size
         self._began, self._cpu = time.perf_counter(), time.process_time()
 
     def received(self, body: bytes) -> bool:
         """Whether that was the last message."""
-        assert len(body) == self.size
+        assert len(body) == self._body_size
         self._seen += 1
         return self._seen == self.count
 

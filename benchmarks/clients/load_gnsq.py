@@ -20,11 +20,12 @@ def started(load: Load) -> gnsq.Producer:
 
 def publish(load: Load) -> None:
     producer = started(load)
+    body = load.body
     load.begin()
 
     def work() -> None:
         for _ in range(load.count // load.tasks):
-            producer.publish(load.topic, load.body)
+            producer.publish(load.topic, body)
 
     gevent.joinall([gevent.spawn(work) for _ in range(load.tasks)], raise_error=True)
     load.end()

@@ -11,12 +11,12 @@ from nsparq.client import Consumer, Message, Producer
 async def publish(load: Load) -> None:
     async with Producer(load.address) as producer:
         await producer.connect()
-        headers = load.message_headers or None
+        body, headers = load.body, load.message_headers or None
         load.begin()
 
         async def work() -> None:
             for _ in range(load.count // load.tasks):
-                await producer.publish(load.topic, load.body, headers=headers)
+                await producer.publish(load.topic, body, headers=headers)
 
         await asyncio.gather(*(work() for _ in range(load.tasks)))
         load.end()

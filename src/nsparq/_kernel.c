@@ -497,6 +497,19 @@ put_block(unsigned char *out, PyObject *headers)
     return out;
 }
 
+/* Whether a name begins with nsq-: the Python code knows which of these a producer leaves out. The headers are
+ * such that block_size() is not negative. */
+static int
+has_name_of_nsq(PyObject *headers)
+{
+    PyObject *name;
+    Py_ssize_t position = 0;
+    while (headers != Py_None && PyDict_Next(headers, &position, &name, NULL))
+        if (PyUnicode_GET_LENGTH(name) > 4 && memcmp(PyUnicode_1BYTE_DATA(name), "nsq-", 4) == 0)
+            return 1;
+    return 0;
+}
+
 PyDoc_STRVAR(encode_headers_doc,
 "encode_headers(headers) -> block or None\n\n"
 "The block of a dict of headers. None if a rule is broken, or a name has capital letters.");
@@ -545,7 +558,7 @@ decode_headers(PyObject *module, PyObject *block)
 PyDoc_STRVAR(encode_mpub_headers_doc,
 "encode_mpub_headers(topic, bodies, headers) -> command or None\n\n"
 "An MPUB of a list or tuple of messages with headers: a dict for all, or a list or tuple with a dict or None for\n"
-"each. None for anything else, if a rule is broken, or if no message has headers.");
+"each. None for anything else, if a rule is broken, if a name begins with nsq-, or if no message has headers.");
 
 static PyObject *
 encode_mpub_headers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -565,12 +578,12 @@ encode_mpub_headers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         Py_RETURN_NONE;
     Py_ssize_t width = PyBytes_GET_SIZE(args[0]), total = 4 + 8 * count, all = 0;
     Py_ssize_t block = is_same ? block_size(args[2]) : 0;
+    if (block < 0 || (is_same && has_name_of_nsq(args[2])))
+        Py_RETURN_NONE;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (!PyBytes_CheckExact(bodies[i]) || PyBytes_GET_SIZE(bodies[i]) == 0)
             Py_RETURN_NONE;
-        if (!is_same)
-            block = block_size(headers[i]);
-        if (block < 0)
+        if (!is_same && ((block = block_size(headers[i])) < 0 || has_name_of_nsq(headers[i])))
             Py_RETURN_NONE;
         all += block;
         total += PyBytes_GET_SIZE(bodies[i]);

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from time import monotonic
 from typing import Final
 
@@ -215,11 +215,7 @@ class Producer:
         elif headers is None:
             await self._send(wire.mpub(name, bodies, encode_bodies))
         else:
-            if isinstance(headers, Mapping):
-                own: HeadersOfMany = without_origin(headers)
-            else:
-                own = [one and without_origin(one) for one in headers]
-            await self._send(*wire.mpub_with_headers(name, bodies, own, encode_bodies))
+            await self._send(*wire.mpub_with_headers(name, bodies, headers, encode_bodies))
 
     def _name(self, topic: str) -> bytes:
         """The encoded name of a topic. Raises ValueError."""

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from nsparq import kernel
 from nsparq.errors import NsparqError
-from nsparq.headers import HeadersOfMany, encode_headers
+from nsparq.headers import HeadersOfMany, encode_headers, without_origin
 from nsparq.wire.frames import ERROR, MESSAGE, MESSAGE_WITH_HEADERS, RESPONSE
 
 MAGIC: Final = b"  V2"
@@ -220,17 +220,17 @@ def with_headers(block: bytes, body: bytes) -> bytes:
 def mpub_with_headers(
     topic: bytes, bodies: Any, headers: HeadersOfMany, encode: Callable[[Any], Sequence[bytes]]
 ) -> tuple[bytes, bool]:
-    """As mpub(), and whether any message has headers: otherwise the command is NSQ's own. Raises
-    TypeError for a value that is not a text."""
+    """As mpub(), and whether any message has headers: otherwise the command is NSQ's own. The numbers
+    of an idempotent producer are left out. Raises TypeError for a value that is not a text."""
     if kernel.encode_mpub_headers is not None:
         encoded = kernel.encode_mpub_headers(topic, bodies, headers)
         if encoded is not None:
             return encoded, True
     bodies = encode(bodies)
     if isinstance(headers, Mapping):
-        blocks = [encode_headers(headers)] * len(bodies)
+        blocks = [encode_headers(without_origin(headers))] * len(bodies)
     else:
-        blocks = [encode_headers(one) if one else b"" for one in headers]
+        blocks = [encode_headers(without_origin(one)) if one else b"" for one in headers]
     if len(blocks) != len(bodies):
         raise ValueError(f"{len(bodies)} messages, but {len(blocks)} headers")
     if not any(blocks) or not all(bodies):
