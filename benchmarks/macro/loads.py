@@ -304,7 +304,7 @@ POLICIES: dict[str, dict[str, Any] | None] = {
     "a policy with expiry": {"retry_delay": 5, "expire_after": 86400},
 }
 """The second shows how far the others can be trusted: its ratio to the first is noise."""
-POLICY_PASSES = 50
+POLICY_PASSES = 25
 
 
 def policy(run: Round) -> Figures:

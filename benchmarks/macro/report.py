@@ -60,10 +60,12 @@ class Results:
             row = self.rows.setdefault(name, Row(figure.unit))
             getattr(row, side).append(figure.value)
 
-    def write_json(self, path: Path, parameters: Parameters, machine: dict[str, str]) -> None:
+    def write_json(
+        self, path: Path, parameters: Parameters | dict[str, object], machine: dict[str, str]
+    ) -> None:
         whole = {
             "machine": machine,
-            "parameters": asdict(parameters),
+            "parameters": parameters if isinstance(parameters, dict) else asdict(parameters),
             "figures": {name: asdict(row) for name, row in self.rows.items()},
             "failures": self.failures,
         }

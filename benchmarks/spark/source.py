@@ -4,9 +4,9 @@
 
 One run, local[2], the broker on the same cores. Both sides take turns, several rounds; the ratio is
 what counts. Processor time, of Spark with its Python processes and of the broker, is given too; it
-includes the start of a query. A second topic has the same messages with two headers each; its ratio is
-to the topic without. Then the fixed cost of a trigger: with one row, with none, when only
-the offsets change, and, to tell Spark's own part of it, with one row of Spark's stream of files.
+includes the start of a query. A second topic has messages of the same size, of which two headers are a
+part; its ratio is to the topic without. Then the fixed cost of a trigger: with one row, with none, when
+only the offsets change, and, to tell Spark's own part of it, with one row of Spark's stream of files.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from pyspark.sql.streaming import StreamingQuery
 from pyspark.sql.streaming.listener import StreamingQueryProgress
 
 from benchmarks.macro.brokers import OURS, TICKS_PER_SECOND, Spawned
+from benchmarks.macro.loads import Figure
+from benchmarks.macro.report import Results, describe_machine
 from nsparq.headers import encode_headers
 from nsparq.spark.cluster.api import Client
 from nsparq.spark.cluster.http_client import Access
@@ -57,9 +59,10 @@ def publish(client: Client, first: int, count: int, size: int, batch: int, *, he
     chance, trace = random.Random(first), random.Random(first)
     topic, more = (WITH_HEADERS, {"headers": "true"}) if headers else (TOPIC, {})
     for start in range(first, first + count, batch):
-        bodies = [body_of(i, size, chance) for i in range(start, min(start + batch, first + count))]
-        if headers:
-            bodies = [block_of(trace) + body for body in bodies]
+        bodies = []
+        for number in range(start, min(start + batch, first + count)):
+            block = block_of(trace) if headers else b""
+            bodies.append(block + body_of(number, size - len(block), chance))
         sized = b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
         client.post("/mpub", len(bodies).to_bytes(4, "big") + sized, topic=topic, binary="true", **more)
 
@@ -105,6 +108,13 @@ class Bench:
         self.spark, self.client, self.options, self.work = spark, client, options, work
         self.parquet = work / "parquet"
         self.runs = 0
+        self.results = Results()
+        """For `--json`. The other side is Spark's stream of files; with headers, the topic without."""
+
+    def add(self, name: str, unit: str, ours: list[float], peer: list[float]) -> None:
+        for side, values in (("ours", ours), ("peer", peer)):
+            for value in values:
+                self.results.add(side, {name: Figure(value, unit)})
 
     def source(self, topic: str | None = TOPIC, **more: str) -> DataFrame:
         options = {"topic": topic, "nsqd": self.client.url, "channel": f"run-{self.runs}", **more}
@@ -138,7 +148,7 @@ class Bench:
 
 def throughput(bench: Bench) -> None:
     options = bench.options
-    for sink, target in (("noop", 0.85), ("parquet", 0.8)):
+    for sink, called, target in (("noop", "nothing", 0.85), ("parquet", "Parquet", 0.8)):
         sides: dict[str, Callable[[], DataFrame]] = {
             "nsq": bench.source,
             "headers": lambda: bench.source(WITH_HEADERS),
@@ -160,6 +170,9 @@ def throughput(bench: Bench) -> None:
         print(f"into {sink}:")
         rates = {name: [run.rows / run.seconds for run in some] for name, some in runs.items()}
         costs = {name: [run.cpu_seconds * 1e6 / run.rows for run in some] for name, some in runs.items()}
+        bench.add(f"into {called}", "rows/s", rates["nsq"], rates["files"])
+        bench.add(f"into {called}, CPU per row", "us", costs["nsq"], costs["files"])
+        bench.add(f"into {called}, headers", "rows/s", rates["headers"], rates["nsq"])
         for name in sides:
             print(
                 f"  {name:<7} {statistics.median(rates[name]):>9,.0f} rows/s, "
@@ -185,14 +198,13 @@ def fixed_cost(bench: Bench) -> None:
             before = last_batch(query)
             bench.client.post("/pub", b"x", topic=name)
             wait_for(lambda before=before: last_batch(query) > before)
-        show("one row", [p for p in query.recentProgress if p.numInputRows == 1])
+        ours = show("one row", [p for p in query.recentProgress if p.numInputRows == 1])
         for number in range(bench.options.triggers):
             before = last_batch(query)
             bench.client.post("/topic/create", topic=f"empty-{number + 1}")
             wait_for(lambda before=before: last_batch(query) > before)
-        show(
-            "no row", [p for p in query.recentProgress if p.numInputRows == 0 and "addBatch" in p.durationMs]
-        )
+        empty = [p for p in query.recentProgress if p.numInputRows == 0 and "addBatch" in p.durationMs]
+        bench.add("trigger of none", "ms", show("no row", empty), [])
     files = bench.work / "one-row-files"
     files.mkdir()
     bench.spark.range(1).coalesce(1).write.parquet(str(bench.work / "one-row"))
@@ -204,7 +216,8 @@ def fixed_cost(bench: Bench) -> None:
             shutil.copy(row, files / "_next")
             (files / "_next").rename(files / f"{number}.parquet")
             wait_for(lambda before=before: last_batch(query) > before)
-        show("one row of a file", [p for p in query.recentProgress if p.numInputRows == 1])
+        other = show("one row of a file", [p for p in query.recentProgress if p.numInputRows == 1])
+    bench.add("trigger of one row", "ms", ours, other)
 
 
 @contextmanager
@@ -224,13 +237,14 @@ def last_batch(query: StreamingQuery) -> int:
     return max(batches, default=-1)
 
 
-def show(what: str, batches: list[StreamingQueryProgress]) -> None:
-    """Without latestOffset, in which the source waits for something to come."""
+def show(what: str, batches: list[StreamingQueryProgress]) -> list[float]:
+    """Milliseconds, without latestOffset, in which the source waits for something to come."""
     warm = batches[len(batches) // 3 :]
-    times = [p.batchDuration - p.durationMs["latestOffset"] for p in warm]
+    times: list[float] = [p.batchDuration - p.durationMs["latestOffset"] for p in warm]
     parts = {name: statistics.median(p.durationMs.get(name, 0) for p in warm) for name in warm[0].durationMs}
     print(f"trigger with {what}: {statistics.median(times):.0f} ms, best {min(times)} ms, of {len(times)}")
     print("  " + ", ".join(f"{name} {value:.0f}" for name, value in parts.items()))
+    return times
 
 
 def wait_for(fact: Callable[[], object], timeout: float = 120.0) -> None:
@@ -254,6 +268,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--partition-bytes", metavar="SIZE", help="the option of the source")
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="where everything is made")
     parser.add_argument("--verbose", action="store_true", help="each run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there too")
     options = parser.parse_args(arguments)
     work = Path(tempfile.mkdtemp(prefix="bench-source-", dir=options.data_dir))
     try:
@@ -269,6 +284,10 @@ def main(arguments: list[str] | None = None) -> int:
                 rows.repartition(options.files).write.parquet(str(bench.parquet))
                 throughput(bench)
                 fixed_cost(bench)
+                if options.json:
+                    names = ("rows", "size", "batch", "rounds", "triggers", "files")
+                    parameters: dict[str, object] = {name: getattr(options, name) for name in names}
+                    bench.results.write_json(options.json, parameters, describe_machine({}))
             finally:
                 spark.stop()
     finally:
