@@ -33,12 +33,11 @@ from nsparq.server.committing import Committer
 from nsparq.server.connection import Connection
 from nsparq.server.discovery import Discovery
 from nsparq.server.lane import Lanes
-from nsparq.server.lookup_peer import LookupPeers
 from nsparq.server.memory import watch_collector
 from nsparq.server.outbox import PendingOks
 from nsparq.server.statsd import Statsd, expand_prefix
 from nsparq.storage.files import Files
-from nsparq.version import NSQ_VERSION, version_line
+from nsparq.version import version_line
 from nsparq.wire.limits import Unfinished
 
 if TYPE_CHECKING:
@@ -111,19 +110,13 @@ class Nsqd:
             options,
             files=files,
             background=self._in_thread,
-            announce=self._on_change,
-            discovers_channels=lambda: bool(self.peers.addresses),
+            announce=lambda *change: self._discovery.announce(*change),
+            discovers_channels=lambda: bool(self._discovery.peers.addresses),
             replicas=replication,
             archive=self.archiving,
         )
         self.committer = Committer(self)
-        self.peers = LookupPeers(
-            options.lookupd_tcp_address,
-            identity=self._identity,
-            registrations=self._registrations,
-            max_body_size=options.max_body_size,
-        )
-        self._discovery = Discovery(options, self.peers, self._askers)
+        self._discovery = Discovery(self, self._askers)
         self._statsd: Statsd | None = None
 
     # who we are
@@ -187,9 +180,7 @@ class Nsqd:
             raise
         for work in (self._scan(), self._maintain(), self.lag.watch(), self.committer.resume()):
             self.launch(work)
-        await self.peers.start()
-        for topic in self.broker.topics.values():
-            self._discover(topic)
+        await self._discovery.start()
         if self.options.statsd_address:
             await self._start_statsd()
 
@@ -310,7 +301,7 @@ class Nsqd:
         await asyncio.gather(self._wait_for_clients(), *(http.close() for http in self._http))
         if self.guard is not None:
             await self.guard.close()
-        await self.peers.stop()
+        await self._discovery.peers.stop()
         if self.archiving is not None:
             self.archiving.stop()
         await asyncio.to_thread(self._threads.shutdown)
@@ -359,46 +350,11 @@ class Nsqd:
 
     def change_lookupds(self, addresses: tuple[str, ...]) -> None:
         self.options = dataclasses.replace(self.options, lookupd_tcp_address=addresses)
-        self.peers.set_addresses(addresses)
+        self._discovery.peers.set_addresses(addresses)
 
     def change_log_level(self, level: str) -> None:
         self.options = dataclasses.replace(self.options, log_level=level)
         logging.getLogger().setLevel(logs.LEVELS[level])
-
-    # nsqlookupd
-
-    def _identity(self) -> dict[str, str | int]:
-        return {
-            "version": NSQ_VERSION,
-            "tcp_port": self.broadcast_tcp_port,
-            "http_port": self.broadcast_http_port,
-            "hostname": self.hostname,
-            "broadcast_address": self.options.broadcast_address,
-            "topology_zone": self.options.topology_zone,
-            "topology_region": self.options.topology_region,
-        }
-
-    def _registrations(self) -> list[tuple[str, str]]:
-        return [
-            (topic.name, channel)
-            for topic in self.broker.topics.values()
-            for channel in (topic.channels or ("",))
-        ]
-
-    def _on_change(self, verb: str, topic_name: str, channel: str) -> None:
-        self.peers.changed("REGISTER" if verb == "REGISTER" else "UNREGISTER", topic_name, channel)
-        if verb == "REGISTER" and not channel:
-            self._discover(self.broker.topics[topic_name])
-
-    def _discover(self, topic: Topic) -> None:
-        """Ask nsqlookupd for the topic's channels if that has still to be done. start() does it
-        for topics that were made before the peers run."""
-        if topic.discovery_start < 0 or not self.peers.is_running:
-            return
-        if self.peers.addresses:
-            self.launch(self._discovery.discover(topic))
-        else:
-            topic.end_discovery()
 
     # threads and background tasks
 

@@ -1,4 +1,5 @@
-"""Asks nsqlookupd which channels a topic that is new on this node has on other nodes."""
+"""What nsqd and nsqlookupd tell each other: the topics and channels of this node, and which channels
+a topic that is new here has on other nodes."""
 
 from __future__ import annotations
 
@@ -7,15 +8,18 @@ import json
 import logging
 from concurrent.futures import Executor
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 from nsparq.broker.topic import Topic
 from nsparq.errors import Exiting
 from nsparq.fetch import FetchError, fetch
 from nsparq.names import is_ephemeral, is_valid_name
-from nsparq.options import NsqdOptions
 from nsparq.server.lookup_peer import LookupPeers
+from nsparq.version import NSQ_VERSION
+
+if TYPE_CHECKING:
+    from nsparq.server.daemon import Nsqd
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +30,61 @@ MAX_ANSWER: Final = 16 << 20
 class Discovery:
     """Asks in threads, so that nothing waits for the answers."""
 
-    def __init__(self, options: NsqdOptions, peers: LookupPeers, threads: Executor) -> None:
-        self._options = options
-        self._peers = peers
+    def __init__(self, nsqd: Nsqd, threads: Executor) -> None:
+        self.peers = LookupPeers(
+            nsqd.options.lookupd_tcp_address,
+            identity=self._identity,
+            registrations=self._registrations,
+            max_body_size=nsqd.options.max_body_size,
+        )
+        self._nsqd = nsqd
         self._threads = threads
 
-    async def discover(self, topic: Topic) -> None:
+    async def start(self) -> None:
+        """Connect, and ask for the channels of topics that were made before."""
+        await self.peers.start()
+        for topic in self._nsqd.broker.topics.values():
+            self._begin(topic)
+
+    # what we tell
+
+    def _identity(self) -> dict[str, str | int]:
+        nsqd, options = self._nsqd, self._nsqd.options
+        return {
+            "version": NSQ_VERSION,
+            "tcp_port": nsqd.broadcast_tcp_port,
+            "http_port": nsqd.broadcast_http_port,
+            "hostname": nsqd.hostname,
+            "broadcast_address": options.broadcast_address,
+            "topology_zone": options.topology_zone,
+            "topology_region": options.topology_region,
+        }
+
+    def _registrations(self) -> list[tuple[str, str]]:
+        return [
+            (topic.name, channel)
+            for topic in self._nsqd.broker.topics.values()
+            for channel in (topic.channels or ("",))
+        ]
+
+    def announce(self, verb: str, topic_name: str, channel: str) -> None:
+        """A topic or channel has come or gone: see broker.Announce."""
+        self.peers.changed("REGISTER" if verb == "REGISTER" else "UNREGISTER", topic_name, channel)
+        if verb == "REGISTER" and not channel:
+            self._begin(self._nsqd.broker.topics[topic_name])
+
+    # what we ask
+
+    def _begin(self, topic: Topic) -> None:
+        """Ask for the topic's channels if that has still to be done."""
+        if topic.discovery_start < 0 or not self.peers.is_running:
+            return
+        if self.peers.addresses:
+            self._nsqd.launch(self._discover(topic))
+        else:
+            topic.end_discovery()
+
+    async def _discover(self, topic: Topic) -> None:
         """Create the channels of a new topic. They get its messages from the first one on: until
         then the topic keeps all of them. If nsqd stops before, its next run does this."""
         try:
@@ -46,8 +99,8 @@ class Discovery:
 
     async def _create_channels(self, topic: Topic) -> None:
         try:
-            await self._peers.settled()
-            asked = [self._ask(address, topic.name) for address in self._peers.http_addresses]
+            await self.peers.settled()
+            asked = [self._ask(address, topic.name) for address in self.peers.http_addresses]
             names = {name for found in await asyncio.gather(*asked) for name in found}
             for name in sorted(names - topic.channels.keys() - topic.deleted_in_discovery):
                 if (
@@ -60,11 +113,12 @@ class Discovery:
             logger.warning("TOPIC(%s): channels could not be created: %s", topic.name, error)
 
     async def _ask(self, address: str, topic: str) -> list[str]:
+        options = self._nsqd.options
         ask = partial(
             fetch,
             f"http://{address}/channels?topic={quote(topic)}",
-            connect_timeout=self._options.http_client_connect_timeout,
-            request_timeout=self._options.http_client_request_timeout,
+            connect_timeout=options.http_client_connect_timeout,
+            request_timeout=options.http_client_request_timeout,
             max_bytes=MAX_ANSWER,
         )
         try:
