@@ -39,7 +39,6 @@ from nsparq.storage.log import EPOCH_BITS, Durability, LogSettings
 from nsparq.storage.manifest import Manifest
 from nsparq.storage.memory_log import EphemeralMemory
 from nsparq.storage.metadata import BAD_FILE_NAME, FILE_NAME, Metadata, TopicEntry, read_metadata
-from nsparq.storage.segment import READ_SIZE, Cold
 from nsparq.wire.message import SEQUENCE_BITS
 
 logger = logging.getLogger(__name__)
@@ -428,45 +427,6 @@ class Broker:
                 errors.append(error)
 
         (run or self._background)(attempt, lambda: done(next(iter(errors), None)))
-
-    def read_failed(self, channel: Channel, error: OSError) -> None:
-        """The disk cannot be read: the channel tries again in the next round of upkeep."""
-        self.health.set(f"{channel}: cannot read the log: {error.strerror or error}", f"read {channel}")
-        self.upkeep.retry(channel)
-
-    def fetch(self, cold: Cold, channel: Channel, then: Callable[[bool], None]) -> None:
-        """Get a segment from the archive, in a thread. If that fails, the channel tries again in
-        the next round of upkeep. `then` is told whether it worked."""
-        assert self.archive is not None and cold.fetch is not None
-        source = f"archive {channel}"
-
-        def done(error: OSError | None) -> None:
-            if not channel.is_exiting:
-                text = None if error is None else f"{channel}: waits for the archive: {error}"
-                self.health.warn(text, source)
-                if error is not None:
-                    self.upkeep.retry(channel)
-            then(error is None)
-
-        self.try_in_background(cold.fetch, done, self.archive.in_background)
-
-    def read_ahead(self, cold: Cold, then: Work) -> None:
-        """Have the operating system read bytes into its cache, in a thread."""
-
-        def read() -> None:
-            fd = self.files.open_read(cold.path)
-            try:
-                self.files.read(fd, 4 * READ_SIZE, cold.position)
-            finally:
-                self.files.close(fd)
-
-        def done(error: OSError | None) -> None:
-            if error is not None:
-                # The read that follows on the loop meets the same error, and reports it.
-                logger.warning("cannot read ahead in %s: %s", cold.path, error)
-            then()
-
-        self.try_in_background(read, done)
 
 
 def _is_valid(name: str) -> bool:

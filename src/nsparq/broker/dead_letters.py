@@ -16,6 +16,7 @@ from collections import defaultdict
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from nsparq.broker.cold_reads import cannot_read
 from nsparq.broker.letters import decode_letter
 from nsparq.broker.tagged import DEAD_LETTERS, tagged_messages
 from nsparq.dead_letter import ORIGIN_HEADERS, PREFIX, DeadLetter
@@ -116,7 +117,7 @@ class DeadLetters:
                 found = channel.delivery.find(sequence)
             except (Cold, OSError) as error:
                 if not letters:
-                    channel.delivery.cannot_read(error)
+                    cannot_read(channel, error)
                 break
             if found is None:
                 channel.lost_to_damage(sequence)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from nsparq.broker.client import Client
+from nsparq.broker.cold_reads import cannot_read
 from nsparq.broker.framing import frames_for
 from nsparq.broker.inflight import Run
 from nsparq.broker.sampling import is_left_out, send_sample
@@ -20,7 +21,7 @@ from nsparq.delivery_policy import Failure
 from nsparq.errors import AnswerFailed, ClientError
 from nsparq.storage.batch import Batch
 from nsparq.storage.segment import Cold
-from nsparq.wire.message import with_attempts
+from nsparq.wire.message import build_frames, with_attempts
 
 if TYPE_CHECKING:
     from nsparq.broker.channel import Channel
@@ -63,7 +64,7 @@ class Delivery:
         """Which comes next when both requeued and new messages wait."""
         self.reading: Cold | None = None
         """What a thread reads from disk at the moment. Nothing is sent meanwhile."""
-        self._must_wait = False
+        self.must_wait = False
         """A thread has just read what is needed next: wait for the disk instead of asking again."""
 
     # which clients are ready
@@ -102,7 +103,7 @@ class Delivery:
     def moved(self) -> None:
         """The cursor was moved elsewhere: what was read there is of no use."""
         self._batch = self.reading = None
-        self._must_wait = False
+        self.must_wait = False
 
     # sending
 
@@ -155,7 +156,7 @@ class Delivery:
             try:
                 passed = self._send_new(client, client.ready_count - client.in_flight, now_ns)
             except (Cold, OSError) as error:
-                self.cannot_read(error)
+                cannot_read(self._channel, error)
                 return False
             self.counts[client.distance] += passed
         if client.is_queued:
@@ -208,7 +209,7 @@ class Delivery:
             try:
                 passed = send(client, min(capacity, wanted), now_ns)
             except (Cold, OSError) as error:
-                self.cannot_read(error)
+                cannot_read(self._channel, error)
                 return False
             self._channel.mark_changed()
             if not passed and not requeued:
@@ -230,10 +231,14 @@ class Delivery:
             if batch is None:
                 return 0
             reach = cursor.free_until()
-        frames = batch.frames
-        if frames is None or batch.headers is not None:
-            frames = frames_for(client, batch, topic.first_id)
-        buffer, offsets = frames
+        if batch.headers is not None:
+            buffer, offsets = frames_for(client, batch, topic.first_id)
+        else:
+            if batch.frames is None:
+                batch.frames = build_frames(
+                    topic.first_id + batch.base, batch.timestamps_ns, batch.lengths, batch.data
+                )
+            buffer, offsets = batch.frames
         position = cursor.position
         index = position - batch.base
         number = min(limit, batch.end - position, reach - position)
@@ -276,8 +281,8 @@ class Delivery:
             if batch is not None and batch.base <= cursor.position < batch.end:
                 self._batch = batch
                 return batch
-            batch = topic.log.read(cursor.position, wait=self._must_wait)
-            self._must_wait = False
+            batch = topic.log.read(cursor.position, wait=self.must_wait)
+            self.must_wait = False
             if batch is None:
                 cursor.jump(topic.visible_end)
                 return None
@@ -348,39 +353,11 @@ class Delivery:
         carried = self._channel.carried_over.store
         batch = carried.read(sequence) if sequence in carried.kept else None
         if batch is None:
-            batch = self._topic.log.read(sequence, wait=self._must_wait)
-            self._must_wait = False
+            batch = self._topic.log.read(sequence, wait=self.must_wait)
+            self.must_wait = False
         if batch is None or not batch.base <= sequence < batch.end:
             return None
         return batch, sequence - batch.base
-
-    # the disk
-
-    def cannot_read(self, error: Cold | OSError) -> None:
-        """The next message cannot be read now. If it is on a disk that would have to be waited for,
-        a thread reads it first."""
-        broker, channel = self._topic.broker, self._channel
-        if not isinstance(error, Cold):
-            broker.read_failed(channel, error)
-            return
-        cold = self.reading = error
-
-        def done() -> None:
-            if self.reading is cold:
-                self.reading = None
-                self._must_wait = True
-            broker.next_turn.add_channel(channel)
-
-        def fetched(is_there: bool) -> None:
-            if self.reading is cold:
-                self.reading = None
-            if is_there:
-                broker.next_turn.add_channel(channel)
-
-        if cold.fetch is None:
-            broker.read_ahead(cold, done)
-        else:
-            broker.fetch(cold, channel, fetched)
 
     # the clients' answers
 

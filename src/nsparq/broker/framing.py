@@ -1,4 +1,7 @@
-"""The frames of a batch, as a client gets them: built once, and shared by all channels."""
+"""The frames of a batch, as a client gets them: built once, and shared by all channels.
+
+Delivery builds the frames of a batch without headers itself: they are the same for every client.
+"""
 
 from __future__ import annotations
 

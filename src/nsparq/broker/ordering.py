@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from nsparq.broker.client import Client
+from nsparq.broker.cold_reads import cannot_read
 from nsparq.broker.framing import frames_for
 from nsparq.broker.inflight import Run
 from nsparq.broker.message_key import KeyReader, key_reader
@@ -161,7 +162,7 @@ class Ordering:
             try:
                 found = delivery.find(sequence)
             except (Cold, OSError) as error:
-                delivery.cannot_read(error)
+                cannot_read(channel, error)
                 return False
             if found is None:
                 # Delivery drops it.

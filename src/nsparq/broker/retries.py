@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from nsparq.broker.cold_reads import cannot_read
 from nsparq.broker.dead_letters import GivenUp
 from nsparq.broker.inflight import Run
 from nsparq.delivery_policy import DeliveryPolicy, Failure, parse_policy
@@ -127,7 +128,7 @@ class Retries:
                     channel.topic.broker.next_turn.add_channel(channel)
                     return
         except (Cold, OSError) as error:
-            delivery.cannot_read(error)
+            cannot_read(channel, error)
 
     # on disk
 
