@@ -102,6 +102,9 @@ OUR_OPTIONS: dict[str, tuple[str, Any]] = {
     "replication-address": ("replication_address", "0.0.0.0:4153"),
     "replication-broadcast-address": ("replication_broadcast_address", ""),
     "replication-secret-file": ("replication_secret_file", ""),
+    "replication-tls-cert": ("replication_tls_cert", ""),
+    "replication-tls-key": ("replication_tls_key", ""),
+    "replication-tls-root-ca-file": ("replication_tls_root_ca_file", ""),
     "replication-lease": ("replication_lease", 3.0),
     "replication-snapshot-rate": ("replication_snapshot_rate", 52428800),
     "min-in-sync": ("min_in_sync", 1),
@@ -419,6 +422,14 @@ def test_tls_required_may_be_nothing_else() -> None:
         NsqdOptions(tls_required="perhaps")  # type: ignore[arg-type]  # that is the point
 
 
+CLUSTER = {
+    "replication_cluster": "c",
+    "replication_coordinator": "etcd://127.0.0.1:2379",
+    "replication_secret_file": "secret",
+    "replication_name": "a",
+}
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
@@ -444,6 +455,35 @@ def test_tls_required_may_be_nothing_else() -> None:
             {"e2e_processing_latency_percentile": (float("nan"),)},
             "invalid E2E processing latency percentile: nan",
         ),
+        ({"min_in_sync": 2}, "--min-in-sync needs --replication-cluster"),
+        (
+            {"replication_coordinator": "etcd://h:1"},
+            "--replication-coordinator needs --replication-cluster",
+        ),
+        ({"replication_tls_cert": "c"}, "--replication-tls-cert needs --replication-cluster"),
+        ({"replication_cluster": "c"}, "--replication-cluster needs --replication-coordinator"),
+        (
+            {**CLUSTER, "replication_cluster": "a/b"},
+            "--replication-cluster must have 1 to 64 characters of `.a-zA-Z0-9_-`",
+        ),
+        (
+            {**CLUSTER, "replication_name": "a b"},
+            "--replication-name must have 1 to 64 characters of `.a-zA-Z0-9_-`",
+        ),
+        (
+            {**CLUSTER, "replication_tls_cert": "c", "replication_tls_key": "k"},
+            (
+                "--replication-tls-cert, --replication-tls-key, --replication-tls-root-ca-file must be given "
+                "together"
+            ),
+        ),
+        (
+            {**CLUSTER, "durability": "memory"},
+            (
+                "--replication-cluster does not work with --durability=memory: messages would be "
+                "acknowledged before they are copied"
+            ),
+        ),
         ({"sync_every": 0}, "--sync-every must be positive"),
         ({"sync_timeout": 0.0}, "--sync-timeout must be positive"),
         ({"mem_queue_size": -1}, "--mem-queue-size must not be negative"),
@@ -465,6 +505,7 @@ def test_the_limits_of_the_valid_ranges_are_valid() -> None:
         {"node_id": 1023, "max_deflate_level": 9, "e2e_processing_latency_percentile": (1.0, 0.001)},
         {"tls_cert": "c", "tls_key": "k", "tls_required": TlsRequired.YES},
         {"auth_http_request_method": "post"},
+        {**CLUSTER, "min_in_sync": 2},
     ):
         NsqdOptions(**values).validate()
 

@@ -5,6 +5,7 @@ docs/reference.
 """
 
 import hashlib
+import re
 import socket
 import sys
 import zlib
@@ -33,6 +34,7 @@ from nsparq.option_table import (
 __all__ = ["TABLE", "NsqdOptions", "TlsRequired", "default_node_id"]
 
 NODE_IDS: Final = 1024
+_NODE_NAME: Final = re.compile(r"[.a-zA-Z0-9_-]{1,64}")
 
 
 class TlsRequired(StrEnum):
@@ -68,6 +70,10 @@ def default_node_id(hostname: str) -> int:
     """The default node id of a host: NSQ's, so that it stays after a migration."""
     digest = hashlib.md5(hostname.encode(), usedforsecurity=False).digest()
     return zlib.crc32(digest) % NODE_IDS
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,6 +328,19 @@ class NsqdOptions:
     replication_secret_file: str = opt(
         "", "path of a file with the cluster's secret, the same on all nodes", STRING
     )
+    replication_tls_cert: str = opt(
+        "",
+        "path of this node's certificate: connections between nodes then use TLS, and each node shows "
+        "its certificate to the other",
+        STRING,
+    )
+    replication_tls_key: str = opt("", "path of the key of that certificate", STRING)
+    replication_tls_root_ca_file: str = opt(
+        "",
+        "path of the file with the certificate authority that signs the certificates of this cluster's nodes "
+        "and of nobody else",
+        STRING,
+    )
     replication_lease: float = opt(
         3.0,
         "how long the primary may be silent before a follower takes over; whole seconds with etcd",
@@ -489,21 +508,40 @@ class NsqdOptions:
             raise OptionError("--auth-http-request-method must be post or get")
         if self.restore and not self.archive:
             raise OptionError("--restore needs --archive")
-        if self.replication_cluster:
-            for flag in ("replication_coordinator", "replication_secret_file", "replication_name"):
-                if not getattr(self, flag):
-                    raise OptionError(f"--replication-cluster needs --{flag.replace('_', '-')}")
-            if self.archive and _is_inside(self.archive_cache_path, self.data_path):
-                raise OptionError(
-                    "--archive with --replication-cluster needs an --archive-cache-path outside of the data "
-                    "path, because the data path is replicated"
-                )
-        elif self.min_in_sync > 1:
-            raise OptionError("--min-in-sync needs --replication-cluster")
+        self._validate_replication()
         for percentile in self.e2e_processing_latency_percentile:
             if not 0 < percentile <= 1:
                 raise OptionError(f"invalid E2E processing latency percentile: {format_number(percentile)}")
         TABLE.check_bounds(self)
+
+    def _validate_replication(self) -> None:
+        needed = ("replication_coordinator", "replication_secret_file", "replication_name")
+        tls = ("replication_tls_cert", "replication_tls_key", "replication_tls_root_ca_file")
+        if not self.replication_cluster:
+            # Somebody who gives these expects copies of the data.
+            given = [flag for flag in (*needed[:2], *tls) if getattr(self, flag)]
+            given += ["min_in_sync"] if self.min_in_sync > 1 else []
+            if given:
+                raise OptionError(f"{_flag(given[0])} needs --replication-cluster")
+            return
+        for flag in needed:
+            if not getattr(self, flag):
+                raise OptionError(f"--replication-cluster needs {_flag(flag)}")
+        for flag in ("replication_cluster", "replication_name"):
+            if not _NODE_NAME.fullmatch(getattr(self, flag)):
+                raise OptionError(f"{_flag(flag)} must have 1 to 64 characters of `.a-zA-Z0-9_-`")
+        if len({bool(getattr(self, flag)) for flag in tls}) > 1:
+            raise OptionError(f"{', '.join(map(_flag, tls))} must be given together")
+        if self.durability == "memory":
+            raise OptionError(
+                "--replication-cluster does not work with --durability=memory: messages would be "
+                "acknowledged before they are copied"
+            )
+        if self.archive and _is_inside(self.archive_cache_path, self.data_path):
+            raise OptionError(
+                "--archive with --replication-cluster needs an --archive-cache-path outside of the data "
+                "path, because the data path is replicated"
+            )
 
 
 def _is_inside(path: str, directory: str) -> bool:

@@ -202,3 +202,40 @@ def test_peers_over_ipv6_are_named_with_brackets() -> None:
             raw.sendall(b"  V1IDENTIFY\n" + struct.pack(">i", len(body)) + body)
             (node,) = wait_until(lookupd.nodes)
             assert node["remote_address"] == f"[::1]:{raw.getsockname()[1]}"
+
+
+def test_of_a_cluster_only_the_nsqd_of_the_last_epoch_is_listed(lookupd: LookupdThread) -> None:
+    def listed() -> list[str]:
+        return [one["broadcast_address"] for one in lookupd.lookup("t")["producers"]]
+
+    # It stays connected, and says nothing: it may be partitioned or powered off.
+    silent = lookupd.peer(broadcast_address="old", cluster="orders:1", epoch=1)
+    silent.register("t", "c")
+    another = lookupd.peer(broadcast_address="another", cluster="orders:2", epoch=7)
+    another.register("t")
+    with silent, another, lookupd.connect() as new:
+        assert new.identify(broadcast_address="new", cluster="orders:1", epoch=2)["cluster"] == "orders:1"
+        assert listed() == ["another"]
+        new.register("t", "c")
+        assert listed() == ["another", "new"]
+        silent.expect_closed()
+        # It comes back late.
+        with lookupd.connect() as late:
+            late.command("IDENTIFY", body=json.dumps({**NSQD, "cluster": "orders:1", "epoch": 1}).encode())
+            late.expect_fatal("E_INVALID IDENTIFY epoch 1 of the cluster has ended: 2 is known")
+        assert listed() == ["another", "new"]
+        # The same primary connects again while its old connection hangs.
+        with lookupd.peer(broadcast_address="new", cluster="orders:1", epoch=2) as again:
+            again.register("t", "c")
+            assert listed() == ["another", "new"]
+            new.expect_closed()
+        wait_until(lambda: listed() == ["another"])
+    # Nobody of the cluster is connected: it may begin anew.
+    with lookupd.peer(broadcast_address="old", cluster="orders:1", epoch=1) as first:
+        first.register("t", "c")
+        wait_until(lambda: listed() == ["old"])
+
+
+def test_an_nsqd_without_a_cluster_gets_nsqs_reply(lookupd: LookupdThread) -> None:
+    with lookupd.connect() as peer:
+        assert "cluster" not in peer.identify()

@@ -29,7 +29,7 @@ class NodeProcess(BrokerProcess):
         self.http_address = _address(self.flags["http_address"])
 
     def status(self) -> dict[str, Any] | None:
-        """What the node says of its cluster; None while it does not serve."""
+        """What the node says of its cluster; None while it does not answer."""
         try:
             answer = self.request("GET", "/replication")
         except (OSError, ConnectionClosed):
@@ -57,13 +57,13 @@ class ClusterProcesses:
         for name in names:
             self.add(name)
 
-    def add(self, name: str) -> NodeProcess:
+    def add(self, name: str, **more: Any) -> NodeProcess:
         path = self._data_path(name)
         path.mkdir(exist_ok=True)
         ports = {"tcp_address": 4150, "http_address": 4151, "replication_address": 4153}
         host = self._host(name)
         addresses: dict[str, Any] = {flag: f"{host}:{port}" for flag, port in ports.items()}
-        flags = {**self._flags, "replication_name": name, "broadcast_address": host, **addresses}
+        flags = {**self._flags, "replication_name": name, "broadcast_address": host, **addresses, **more}
         self.nodes[name] = node = NodeProcess(path, command=self._command(name), **flags)
         return node
 
@@ -90,7 +90,7 @@ class ClusterProcesses:
         """The same, without waiting."""
         for name, node in self.nodes.items():
             if name != other_than and node.alive() and (status := node.status()) is not None:
-                if status["primary"] == name and {*in_sync} <= {*status["in_sync"]}:
+                if status["role"] == "primary" and {*in_sync} <= {*status["in_sync"]}:
                     return node
         return None
 

@@ -327,7 +327,7 @@ def test_nobody_joins_without_the_secret(directory: Path) -> None:
     async def scenario() -> None:
         async with cluster(directory) as made:
             stranger = new_follower(directory, secret=b"a guess")
-            with pytest.raises(ConnectionResetError):
+            with pytest.raises(Refused, match="it has another secret than the primary"):
                 await stranger.follow("127.0.0.1", made.port)
             # Nor does a follower accept such a primary: the proof of one side is none of the other.
             reader, writer = await asyncio.open_connection("127.0.0.1", made.port)

@@ -87,11 +87,12 @@ def issue(
     common_names: tuple[str, ...] | None = None,
     is_authority: bool = False,
     is_expired: bool = False,
+    is_for_both: bool = False,
     use_rsa: bool = False,
     passphrase: bytes = b"",
 ) -> Pair:
     """Write name.pem and name.key. Without a signer it is self-signed; with hosts it is for a
-    server."""
+    server, unless it is for both sides."""
     key: Key = rsa.generate_private_key(65_537, 2048) if use_rsa else ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name(
         [
@@ -101,7 +102,9 @@ def issue(
     )
     issuer, issuer_key = (signer.certificate.subject, signer.private_key) if signer else (subject, key)
     now = datetime.now(UTC)
-    usage = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH]
+    if is_for_both:
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -118,7 +121,7 @@ def issue(
         .add_extension(_key_usage(is_authority), critical=True)
     )
     if not is_authority:
-        builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
     if hosts:
         names = x509.SubjectAlternativeName([_general_name(host) for host in hosts])
         builder = builder.add_extension(names, critical=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -15,6 +16,8 @@ class Health:
         self.warnings: dict[str, str] = {}
         """Errors that keep nobody from publishing, such as an archive that is away. /ping stays OK,
         because producers must not go elsewhere."""
+        self.other: Callable[[], str | None] = lambda: None
+        """Another source, which is asked each time."""
 
     def set(self, error: str | None, source: str = "publish") -> None:
         """Note the error of a source; None if it works again. A source is publishing, or an
@@ -28,7 +31,7 @@ class Health:
     @property
     def error(self) -> str | None:
         """The oldest error, or None."""
-        return next(iter(self.errors.values())) if self.errors else None
+        return next(iter(self.errors.values())) if self.errors else self.other()
 
 
 def _note(noted: dict[str, str], error: str | None, source: str, level: int) -> None:

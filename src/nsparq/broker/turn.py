@@ -265,11 +265,12 @@ class Publishing:
         the log has the messages: they would be refused, and delivered all the same."""
         topic, log, broker = self._topic, self._topic.log, self._topic.broker
         before, wall_ns = log.end, broker.wall_ns()
+        if broker.replicas is not None and not topic.is_ephemeral:
+            # It is no error of this disk, and /ping shows it by itself.
+            broker.replicas.check()
         try:
             if topic.is_exiting:
                 raise Exiting
-            if broker.replicas is not None and not topic.is_ephemeral:
-                broker.replicas.check()
             if before > topic.checkpoint.reserve_at:
                 topic.checkpoint.write()
             if not broker.data_path.needs_headers:

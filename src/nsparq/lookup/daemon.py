@@ -17,7 +17,7 @@ from nsparq.http.server import HttpServer
 from nsparq.listening import bound_address, listen_on, serve_on
 from nsparq.lookup.http_api import LookupApi
 from nsparq.lookup.options import NsqlookupdOptions
-from nsparq.lookup.registry import Registry
+from nsparq.lookup.registry import Producer, Registry
 from nsparq.lookup.tcp import Connection
 from nsparq.process import raise_file_limit
 from nsparq.version import NSQ_VERSION, version_line
@@ -46,7 +46,6 @@ class Nsqlookupd:
             max_registrations=options.max_registrations,
         )
         self.connections: set[Connection] = set()
-        self.identify_reply = b""
         self.tcp_address: tuple[str, int] = ("", 0)
         self.http_address: tuple[str, int] = ("", 0)
         self.idle_limit_s = max(IDLE_S, 2 * options.inactive_producer_timeout)
@@ -82,13 +81,6 @@ class Nsqlookupd:
         assert isinstance(tcp_bound, tuple) and isinstance(http_bound, tuple)
         self.tcp_address, self.http_address = tcp_bound, http_bound
         self._servers = await serve_on(sockets, lambda: Connection(self))
-        self.identify_reply = encode_identify_reply(
-            broadcast_address=self.options.broadcast_address,
-            hostname=socket.gethostname(),
-            http_port=self.http_address[1],
-            tcp_port=self.tcp_address[1],
-            version=NSQ_VERSION,
-        )
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
         logger.info("TCP: listening on %s", join_address(*self.tcp_address))
         logger.info("HTTP: listening on %s", join_address(*self.http_address))
@@ -117,6 +109,19 @@ class Nsqlookupd:
     def reload(self) -> None:
         """SIGHUP. There is nothing to read again, but the signal must not end the daemon."""
         logger.info("SIGHUP: nothing to reload")
+
+    def identify_reply(self, cluster: str) -> bytes:
+        return encode_identify_reply(
+            broadcast_address=self.options.broadcast_address,
+            hostname=socket.gethostname(),
+            http_port=self.http_address[1],
+            tcp_port=self.tcp_address[1],
+            version=NSQ_VERSION,
+            cluster=cluster,
+        )
+
+    def connection_of(self, producer: Producer) -> Connection:
+        return next(connection for connection in self.connections if connection.producer is producer)
 
     def connection_ended(self, connection: Connection) -> None:
         self.connections.discard(connection)

@@ -87,6 +87,8 @@ class Registry:
         """Limit for each producer."""
         self.max_unused = max_unused
         self.producers: dict[Producer, None] = {}
+        self._by_cluster: dict[str, Producer] = {}
+        """The producer of each cluster of replicated nsqds."""
         self.topics: dict[str, Registration] = {}
         self.channels: dict[str, dict[str, Registration]] = {}
         """By topic. No dictionary is empty."""
@@ -99,9 +101,23 @@ class Registry:
 
     # Producers
 
+    def replaced_by(self, peer: PeerInfo) -> Producer | None:
+        """The producer of the same cluster that this one takes the place of: only one node of a
+        cluster serves. Raises FatalClientError if a later one is known."""
+        earlier = self._by_cluster.get(peer.cluster)
+        if earlier is not None and earlier.peer.epoch > peer.epoch:
+            raise FatalClientError(
+                "E_INVALID",
+                f"IDENTIFY epoch {peer.epoch} of the cluster has ended: {earlier.peer.epoch} is known",
+            )
+        return earlier
+
     def identify(self, peer: PeerInfo, now_ns: int) -> Producer:
+        """What replaced_by() gives must have been removed."""
         producer = Producer(peer, now_ns)
         self.producers[producer] = None
+        if peer.cluster:
+            self._by_cluster[peer.cluster] = producer
         self._nodes_json = b""
         return producer
 
@@ -115,6 +131,8 @@ class Registry:
         for registration in [*producer.topics]:
             self._remove_from_topic(producer, registration)
         del self.producers[producer]
+        if self._by_cluster.get(producer.peer.cluster) is producer:
+            del self._by_cluster[producer.peer.cluster]
         self._nodes_json = b""
 
     def count_active(self, now_ns: int) -> int:

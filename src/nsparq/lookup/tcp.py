@@ -163,9 +163,14 @@ class Connection(asyncio.Protocol):
             peer.version,
             peer.topology_zone,
             peer.topology_region,
+            peer.cluster,
         )
         if max(map(len, texts)) > MAX_FIELD:
             raise FatalClientError("E_BAD_BODY", f"IDENTIFY field longer than {MAX_FIELD}")
+        replaced = self._registry.replaced_by(peer)
+        if replaced is not None:
+            # It may be silent: nobody knows when its connection would end.
+            self._nsqlookupd.connection_of(replaced).replace(peer)
         self.producer = self._registry.identify(peer, self._nsqlookupd.clock())
         logger.info(
             "client(%s): IDENTIFY Address:%s TCP:%d HTTP:%d Version:%s",
@@ -175,7 +180,7 @@ class Connection(asyncio.Protocol):
             peer.http_port,
             peer.version,
         )
-        return self._nsqlookupd.identify_reply
+        return self._nsqlookupd.identify_reply(peer.cluster)
 
     # Ending
 
@@ -194,6 +199,17 @@ class Connection(asyncio.Protocol):
     def abort(self) -> None:
         self._is_closing = True
         self._transport.abort()
+
+    def replace(self, by: PeerInfo) -> None:
+        """Another node serves in place of this one, which is removed at once."""
+        logger.warning(
+            "client(%s): replaced by %s, epoch %d of cluster %s",
+            self.address, by.broadcast_address, by.epoch, by.cluster,
+        )  # fmt: skip
+        if self.producer is not None:
+            self._registry.remove(self.producer)
+            self.producer = None
+        self.abort()
 
     def _adjust_reading(self) -> None:
         if self._is_closing or self._transport.is_closing():

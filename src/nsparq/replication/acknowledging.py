@@ -88,6 +88,11 @@ class Acknowledging:
         return isinstance(self._error, Fenced)
 
     @property
+    def is_changing(self) -> bool:
+        """Whether the coordinator has been asked for another set, and has not answered."""
+        return self._wanted is not None
+
+    @property
     def safe(self) -> Progress:
         """What every node that may take over has confirmed."""
         progress = [self._confirmed.get(name, NOTHING) for name in self._required()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import takewhile
 from threading import Lock
 from typing import Final, NamedTuple
 
@@ -69,6 +70,11 @@ class Feed:
         self._size += len(block.data)
         while self._size > self.kept_bytes and len(self._blocks) > 1:
             self._size -= len(self._blocks.popleft().data)
+
+    def bytes_behind(self, number: int) -> int:
+        """Bytes of the changes in memory behind so many."""
+        behind = takewhile(lambda block: block.end > number, reversed(self._blocks))
+        return sum(len(block.data) for block in behind)
 
     def since(self, number: int) -> list[Block] | None:
         """The blocks behind so many changes. None if they are no longer in memory, or if no block

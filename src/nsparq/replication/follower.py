@@ -28,6 +28,7 @@ from nsparq.replication.mark import Mark, read_mark, write_mark
 from nsparq.replication.snapshot import remove_left_links
 from nsparq.replication.syncing import Syncing
 from nsparq.replication.tail import set_tail_aside
+from nsparq.replication.tls import NodeTls
 from nsparq.storage.files import Files
 
 logger = logging.getLogger(__name__)
@@ -57,12 +58,20 @@ class Follower:
     has ended, and goes on where it was."""
 
     def __init__(
-        self, root: Path, cluster: str, name: str, secret: bytes, files: Files | None = None
+        self,
+        root: Path,
+        cluster: str,
+        name: str,
+        secret: bytes,
+        files: Files | None = None,
+        *,
+        tls: NodeTls | None = None,
     ) -> None:
         self._root = root
         self._cluster = cluster
         self._name = name
         self._secret = secret
+        self._tls = tls
         self._files = files or Files()
         self._applier: Applier | None = None
         self._syncing = Syncing(self._sync_ended)
@@ -79,14 +88,18 @@ class Follower:
         self.is_complete = False
         """Whether the data path is that of a primary after some change: not while a snapshot is
         being received."""
+        self.is_connected = False
+        """Whether a primary has welcomed this follower."""
 
     async def follow(self, host: str, port: int) -> None:
         """Follow a primary until the connection ends. Raises OSError, BadFrame, BadChange, Refused,
         ForeignData."""
-        reader, writer = await asyncio.open_connection(host, port)
+        context = None if self._tls is None else self._tls.client
+        reader, writer = await asyncio.open_connection(host, port, ssl=context)
         frames = FrameStream(reader)
         try:
             await self._greet(frames, writer)
+            self.is_connected = True
             pings = asyncio.create_task(_send_pings(writer))
             self._writer = writer
             try:
@@ -98,6 +111,7 @@ class Follower:
                 self._writer = None
                 pings.cancel()
         finally:
+            self.is_connected = False
             writer.close()
 
     async def close(self) -> None:

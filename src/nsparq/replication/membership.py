@@ -22,13 +22,23 @@ class Membership:
     take over."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Where nodes are found, by name."""
+    tcp_address: str = ""
+    """`host:port` where clients find the primary; empty if it is not known."""
+    http_address: str = ""
 
     def with_in_sync(self, names: frozenset[str]) -> Membership:
         return replace(self, in_sync=names)
 
     def taken_over_by(self, name: str) -> Membership:
-        """The next epoch. The old primary has to join again."""
-        return replace(self, epoch=self.epoch + 1, primary=name, in_sync=frozenset([name]))
+        """The next epoch. The old primary has to join again, and its clients go elsewhere."""
+        return replace(
+            self,
+            epoch=self.epoch + 1,
+            primary=name,
+            in_sync=frozenset([name]),
+            tcp_address="",
+            http_address="",
+        )
 
     def to_json(self) -> bytes:
         fields = {
@@ -36,10 +46,19 @@ class Membership:
             "primary": self.primary,
             "in_sync": sorted(self.in_sync),
             "addresses": dict(self.addresses),
+            "tcp_address": self.tcp_address,
+            "http_address": self.http_address,
         }
         return json.dumps(fields).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Membership:
         fields = json.loads(text)
-        return cls(fields["epoch"], fields["primary"], frozenset(fields["in_sync"]), fields["addresses"])
+        return cls(
+            fields["epoch"],
+            fields["primary"],
+            frozenset(fields["in_sync"]),
+            fields["addresses"],
+            fields.get("tcp_address", ""),
+            fields.get("http_address", ""),
+        )

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from nsparq.errors import NsparqError
 from nsparq.replication.acknowledging import Fenced
@@ -30,6 +30,7 @@ from nsparq.replication.frames import BadFrame
 from nsparq.replication.mark import Mark, read_mark, write_mark
 from nsparq.replication.membership import Membership
 from nsparq.replication.primary import SNAPSHOT_RATE, Primary
+from nsparq.replication.tls import NodeTls
 from nsparq.storage.files import Files
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,11 @@ class NodeSettings:
     """How long a sign of life holds."""
     snapshot_rate: float = SNAPSHOT_RATE
     """Bytes per second for a follower that joins."""
+    tcp_address: str = ""
+    """`host:port` where clients find this node when it is primary; empty if it is not known."""
+    http_address: str = ""
+    tls: NodeTls | None = None
+    """Encrypts the connections between the nodes."""
 
 
 class Node:
@@ -78,7 +84,15 @@ class Node:
         """As this node has seen it last."""
         self.primary: Primary | None = None
         """While this node is primary."""
+        self.follower: Follower | None = None
+        """While this node is not primary."""
+        self.replaced: Membership | None = None
+        """The record before this node took over. None if it was primary before, or is the first."""
+        self.known: set[str] = set()
+        """Nodes that were in sync at some time since the process has started."""
         self._coordinator = coordinator
+        self._silence = ""
+        self._record: _Record | None = None
         self._make_server = make_server
         self._files = Files()
         self._poll_s = settings.lease_s / 6
@@ -106,6 +120,30 @@ class Node:
         self._gives_way = (epoch, monotonic() + 4 * self.settings.lease_s)
         self._should_end.set()
 
+    async def leads(self) -> bool:
+        """Whether the coordinator says now that this node is primary, in the epoch that it serves
+        in."""
+        try:
+            found = (await self._coordinator.observe()).found
+        except NoAnswer:
+            return False
+        primary = self.primary
+        return (
+            primary is not None
+            and found is not None
+            and found.membership.epoch == primary.acknowledging.membership.epoch
+        )
+
+    @property
+    def coordinator_error(self) -> str:
+        """Why the coordinator did not answer the last request; empty if it did."""
+        return self._silence if self._record is None else self._record.error
+
+    @property
+    def last_event(self) -> str:
+        """What the log has said last of this node's role."""
+        return self._shown
+
     def _show(self, text: str, *, level: int = logging.INFO) -> None:
         """Log a state once."""
         if text != self._shown:
@@ -117,13 +155,19 @@ class Node:
     async def _await_role(self) -> Found:
         """Follow the primary until this node has taken over. Gives the record of that."""
         settings = self.settings
-        follower = Follower(settings.root, settings.cluster, settings.name, settings.secret, self._files)
+        follower = Follower(
+            settings.root, settings.cluster, settings.name, settings.secret, self._files, tls=settings.tls
+        )
+        self.follower = follower
         following: asyncio.Task[None] | None = None
         try:
             while True:
                 try:
                     state = await self._coordinator.observe()
+                    self._silence = ""
                     self.membership = state.found.membership if state.found is not None else None
+                    if self.membership is not None:
+                        self.known |= self.membership.in_sync
                     if self._should_take_over(state):
                         await _end(following)
                         following = None
@@ -131,7 +175,8 @@ class Node:
                         if (found := await self._take_over(state)) is not None:
                             return found
                 except NoAnswer as error:
-                    self._show(str(error), level=logging.WARNING)
+                    self._silence = str(error)
+                    self._show(self._silence, level=logging.WARNING)
                 else:
                     if following is None:
                         following = self._start_following(follower, state)
@@ -144,6 +189,7 @@ class Node:
                         following = None
                         await asyncio.sleep(self._poll_s)
         finally:
+            self.follower = None
             await _end(following)
             await follower.close()
 
@@ -174,13 +220,16 @@ class Node:
 
     async def _take_over(self, state: State) -> Found | None:
         """None if another node was first. Raises NoAnswer if nobody knows."""
-        name, address = self.settings.name, self.settings.address
-        if state.found is None:
-            wanted, version = Membership(1, name, frozenset([name]), {name: address}), 0
-        else:
-            before, version = state.found
-            addresses = {**before.addresses, name: address}
-            wanted = replace(before.taken_over_by(name), addresses=addresses)
+        settings, name = self.settings, self.settings.name
+        before, version = state.found or (None, 0)
+        wanted = Membership(1, name, frozenset([name])) if before is None else before.taken_over_by(name)
+        wanted = replace(
+            wanted,
+            addresses={**wanted.addresses, name: settings.address},
+            tcp_address=settings.tcp_address,
+            http_address=settings.http_address,
+        )
+        self.replaced = None if before is None or before.primary == name else before
         return await self._coordinator.compare_and_set(version, wanted)
 
     def _start_following(self, follower: Follower, state: State) -> asyncio.Task[None] | None:
@@ -197,7 +246,10 @@ class Node:
             raise error
         if error is not None and not isinstance(error, OSError | BadFrame | BadChange | Refused | ValueError):
             raise error
-        self._show(f"not connected to the primary: {error}", level=logging.WARNING)
+        what = (
+            "the primary refuses this node" if isinstance(error, Refused) else "not connected to the primary"
+        )
+        self._show(f"{what}: {error}", level=logging.WARNING)
 
     # primary
 
@@ -207,7 +259,7 @@ class Node:
         self._show(f"{settings.name} is primary, in epoch {found.membership.epoch}")
         self._should_end.clear()
         write_mark(self._files, settings.root, Mark(settings.cluster, is_complete=True, was_primary=True))
-        record = _Record(self._coordinator, found, self._should_end.set)
+        record = _Record(self._coordinator, found, self._should_end.set, self.known)
         primary = Primary(
             settings.root,
             found.membership,
@@ -216,18 +268,19 @@ class Node:
             snapshot_rate=settings.snapshot_rate,
         )
         record.primary = self.primary = primary
+        self._record = record
         keeping = asyncio.create_task(record.keep_alive(settings.name, settings.lease_s / 4))
         server = self._make_server(self, primary)
         try:
-            await primary.listen(*settings.listen)
+            await primary.listen(*settings.listen, tls=settings.tls)
             await server.start()
             primary.serve(is_serving=True)
             try:
                 await self._should_end.wait()
             finally:
-                await self._stop(server, primary)
+                await _uninterrupted(self._stop(server, primary))
         finally:
-            self.primary = None
+            self.primary = self._record = None
             # Followers that are disconnected now stay in the in-sync set, so that one can take over.
             primary.acknowledging.refuse(NotPossible("this node stops"))
             await primary.close()
@@ -261,12 +314,16 @@ class _Record:
 
     primary: Primary
 
-    def __init__(self, coordinator: Coordinator, found: Found, fenced: Callable[[], None]) -> None:
+    def __init__(
+        self, coordinator: Coordinator, found: Found, fenced: Callable[[], None], known: set[str]
+    ) -> None:
+        """Adds nodes that come into sync to `known`."""
         self._coordinator = coordinator
+        self._known = known
         self._found = found
         self._fenced = fenced
-        self._is_reachable = True
-        """Whether the coordinator has answered the last request."""
+        self.error = ""
+        """Why the coordinator did not answer the last request; empty if it did."""
         self._changing: asyncio.Task[None] | None = None
 
     def change_set(self, wanted: Membership) -> None:
@@ -286,6 +343,7 @@ class _Record:
                 await asyncio.sleep(0.2)
         if seen is not None and seen.membership == wanted:
             self._found = seen
+            self._known |= wanted.in_sync
             logger.info("REPLICATION: in sync: %s", names)
             self.primary.acknowledging.set_changed()
         elif seen is not None and seen.version == self._found.version:
@@ -294,9 +352,9 @@ class _Record:
             self._fence()
 
     def _note_silence(self, error: NoAnswer) -> None:
-        if self._is_reachable:
-            self._is_reachable = False
+        if not self.error:
             logger.warning("REPLICATION: %s", error)
+        self.error = str(error)
 
     def _fence(self) -> None:
         self.primary.acknowledging.refuse(Fenced())
@@ -316,13 +374,24 @@ class _Record:
                     # Another node's sign of life may have taken the place of ours.
                     await self._coordinator.release()
                 await self._coordinator.keep_alive(name)
-                self._is_reachable = True
+                self.error = ""
             except NoAnswer as error:
                 self._note_silence(error)
             await asyncio.sleep(interval_s)
 
     async def close(self) -> None:
         await _end(self._changing)
+
+
+async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for the end of the work even if this task is cancelled: SIGTERM may come while another
+    node takes over, and the data path must be closed by then."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
 
 
 async def _end(task: asyncio.Task[None] | None) -> None:

@@ -29,6 +29,7 @@ from nsparq.replication.joining import Kept
 from nsparq.replication.membership import Membership
 from nsparq.replication.recording import PrimaryFiles
 from nsparq.replication.snapshot import Snapshot, remove_left_links
+from nsparq.replication.tls import NodeTls
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +75,10 @@ class Primary:
     def _wake(self) -> None:
         self._loop.call_soon_threadsafe(self._flush)
 
-    async def listen(self, host: str, port: int) -> int:
+    async def listen(self, host: str, port: int, *, tls: NodeTls | None = None) -> int:
         """Gives the port."""
-        self._server = await asyncio.start_server(self._serve, host, port)
+        context = None if tls is None else tls.server
+        self._server = await asyncio.start_server(self._serve, host, port, ssl=context)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
@@ -112,10 +114,14 @@ class Primary:
 
     def followers(self) -> list[dict[str, Any]]:
         """The connected followers, for people."""
-        recorded, progress_of = self._feed.recorded, self.acknowledging.progress_of
         return [
-            {"name": name, "changes_behind": recorded - progress_of(name).made} for name in self._followers
+            follower.describe(self.acknowledging, self._loop.time()) for follower in self._followers.values()
         ]
+
+    @property
+    def changes(self) -> int:
+        """The number of changes in this epoch."""
+        return self._feed.recorded
 
     def _flush(self) -> None:
         self._feed.flush()
@@ -154,6 +160,7 @@ class Primary:
             "version", "name", "proof", "nonce", "epoch", "number"
         )
         if not hmac.compare_digest(str(given), proof(self._secret, "follower", challenge, str(name))):
+            writer.write(Frame(FrameKind.REFUSED, b"it has another secret than the primary").encode())
             raise BadFrame("the follower does not know the cluster's secret")
         earlier = self._followers.get(str(name))
         if earlier is not None:
@@ -189,20 +196,20 @@ class Primary:
             follower.position = position
             follower.send_changes()
         is_caught_up = False
-        progress, latest_progress = NOTHING, self._loop.time()
+        progress, follower.confirmed_s = NOTHING, self._loop.time()
         while True:
             async with asyncio.timeout(self._silence):
                 frame = await frames.take(FrameKind.CONFIRM, FrameKind.PING)
             if frame.kind is FrameKind.CONFIRM:
-                progress, latest_progress = Progress(*frame.numbers), self._loop.time()
+                progress, follower.confirmed_s = Progress(*frame.numbers), self._loop.time()
                 if not is_caught_up and progress.made >= position:
                     is_caught_up = True
                     self.acknowledging.caught_up(follower.name, progress)
                 elif is_caught_up:
                     self.acknowledging.confirmed(follower.name, progress)
             elif min(progress) >= (follower.position or 0):
-                latest_progress = self._loop.time()
-            elif is_caught_up and self._loop.time() - latest_progress > self._silence:
+                follower.confirmed_s = self._loop.time()
+            elif is_caught_up and self._loop.time() - follower.confirmed_s > self._silence:
                 # It is alive, but its disk stands still.
                 raise TimeoutError
 
@@ -261,10 +268,25 @@ class _Follower:
         self.writer = writer
         self.position: int | None = None
         """Changes that were sent; None before it has a snapshot."""
+        self.confirmed_s = 0.0
+        """When it has confirmed something, or had nothing to confirm; time of the event loop."""
         self._feed = feed
 
     def __str__(self) -> str:
         return self.name
+
+    def describe(self, acknowledging: Acknowledging, now_s: float) -> dict[str, Any]:
+        """For people. `seconds_behind` is the time without a confirmation while one is awaited."""
+        confirmed = acknowledging.progress_of(self.name).made
+        behind = self._feed.recorded - confirmed
+        return {
+            "name": self.name,
+            "is_in_sync": self.name in acknowledging.membership.in_sync,
+            "is_joining": not acknowledging.may_take_over(self.name),
+            "changes_behind": behind,
+            "bytes_behind": self._feed.bytes_behind(confirmed),
+            "seconds_behind": round(now_s - self.confirmed_s, 3) if behind and self.confirmed_s else 0.0,
+        }
 
     def send_changes(self) -> None:
         """Send everything new. A follower that is too far behind is disconnected."""

@@ -10,18 +10,17 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nsparq import kernel, logs
-from nsparq.addresses import join_address, remove_stale_socket, split_address
+from nsparq.addresses import join_address
 from nsparq.broker.broker import Broker
 from nsparq.broker.scan import INTERVAL_S
 from nsparq.broker.topic import Topic
 from nsparq.busy_poll import BusyPoll
 from nsparq.errors import NotReplicated, StartError, StopError
 from nsparq.http.server import HttpServer
-from nsparq.listening import Address, bound_address, listen_on, serve_on
+from nsparq.listening import Address, bound_address, serve_on
 from nsparq.options import NsqdOptions
 from nsparq.process import raise_file_limit
 from nsparq.server import from_flags
@@ -33,6 +32,7 @@ from nsparq.server.committing import Committer
 from nsparq.server.connection import Connection
 from nsparq.server.discovery import Discovery
 from nsparq.server.lane import Lanes
+from nsparq.server.listeners import Listeners
 from nsparq.server.memory import watch_collector
 from nsparq.server.outbox import PendingOks
 from nsparq.server.statsd import Statsd, expand_prefix
@@ -91,8 +91,7 @@ class Nsqd:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="nsqd-disk")
         self._askers = ThreadPoolExecutor(16, thread_name_prefix="nsqd-ask")
         """For requests to other servers, which may take seconds."""
-        self._listening: dict[str, list[socket.socket]] = {}
-        """Sockets that listen and do not accept yet, by their purpose."""
+        self._listeners = Listeners()
         self.is_stopping = False
         """Whether the daemon stops: requests that wait for something are answered now."""
         self._servers: list[asyncio.AbstractServer] = []
@@ -100,7 +99,6 @@ class Nsqd:
         self._http: list[HttpServer] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop
-        self._unix_paths: list[Path] = []
         self.tcp_address: Address = ""
         """Where clients connect: host and port, or the path of a Unix socket."""
         self.http_address: Address = ""
@@ -115,6 +113,8 @@ class Nsqd:
             replicas=replication,
             archive=self.archiving,
         )
+        if replication is not None:
+            self.broker.health.other = replication.state.why_unhealthy
         self.committer = Committer(self)
         self._discovery = Discovery(self, self._askers)
         self._statsd: Statsd | None = None
@@ -204,32 +204,16 @@ class Nsqd:
         options = self.options
         if not options.tcp_address:
             raise StartError("--tcp-address must not be empty: nsqd serves clients there")
-        self.tcp_address = self._bind("TCP", options.tcp_address)
+        self.tcp_address = self._listeners.bind("TCP", options.tcp_address)
         if options.http_address:
-            self.http_address = self._bind("HTTP", options.http_address)
+            self.http_address = self._listeners.bind("HTTP", options.http_address)
         if options.tls_cert and options.https_address:
-            self.https_address = self._bind("HTTPS", options.https_address)
-
-    def _bind(self, name: str, address: str) -> Address:
-        """Listen on the address of an option. Raises StartError."""
-        wanted = split_address(address)
-        try:
-            if wanted is None:
-                remove_stale_socket(Path(address))
-            sockets = self._listening[name] = listen_on(address if wanted is None else wanted)
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", "") or error
-            raise StartError(f"listen ({address}) failed - {reason}") from error
-        bound = bound_address(sockets)
-        if isinstance(bound, str):
-            self._unix_paths.append(Path(bound))
-        return bound
+            self.https_address = self._listeners.bind("HTTPS", options.https_address)
 
     async def _serve(self) -> None:
         """Accept clients."""
         self._api = NsqdApi(self)
-        waiting, self._listening = self._listening, {}
-        for name, sockets in waiting.items():
+        for name, sockets in self._listeners.take().items():
             bound = bound_address(sockets)
             if name == "TCP":
                 self._servers = await serve_on(sockets, lambda: Connection(self))
@@ -274,12 +258,7 @@ class Nsqd:
         for server in self._servers:
             server.close()
         self._servers = []
-        for sockets in self._listening.values():
-            for sock in sockets:
-                sock.close()
-        self._listening = {}
-        for path in self._unix_paths:
-            path.unlink(missing_ok=True)
+        self._listeners.close()
 
     async def stop(self) -> None:
         """Stop accepting, close all connections, persist. Calling it again does nothing."""

@@ -16,6 +16,7 @@ from nsparq.errors import Exiting
 from nsparq.fetch import FetchError, fetch
 from nsparq.names import is_ephemeral, is_valid_name
 from nsparq.server.lookup_peer import LookupPeers
+from nsparq.server.old_primary import OldPrimary
 from nsparq.version import NSQ_VERSION
 
 if TYPE_CHECKING:
@@ -43,7 +44,11 @@ class Discovery:
     async def start(self) -> None:
         """Connect, and ask for the channels of topics that were made before."""
         await self.peers.start()
-        for topic in self._nsqd.broker.topics.values():
+        replication, broker = self._nsqd.replication, self._nsqd.broker
+        if replication is not None and replication.replaced_address:
+            old = OldPrimary(replication.replaced_address, self.peers, lambda: broker.topics, self._threads)
+            self._nsqd.launch(old.hide(replication.leads))
+        for topic in broker.topics.values():
             self._begin(topic)
 
     # what we tell
@@ -58,6 +63,7 @@ class Discovery:
             "broadcast_address": options.broadcast_address,
             "topology_zone": options.topology_zone,
             "topology_region": options.topology_region,
+            **({} if nsqd.replication is None else nsqd.replication.identity),
         }
 
     def _registrations(self) -> list[tuple[str, str]]:

@@ -67,12 +67,17 @@ class LookupPeers:
     @property
     def http_addresses(self) -> list[str]:
         """HTTP addresses of all nsqlookupds that have been connected at least once."""
+        return [join_address(info.broadcast_address, info.http_port) for info in self._infos()]
+
+    @property
+    def http_addresses_without_clusters(self) -> list[str]:
+        """Of those that know nothing of replicated nsqds, such as NSQ's own."""
+        plain = [info for info in self._infos() if not info.cluster]
+        return [join_address(info.broadcast_address, info.http_port) for info in plain]
+
+    def _infos(self) -> list[PeerInfo]:
         infos = [peer.info for peer in self._peers.values() if peer.info is not None]
-        return [
-            join_address(info.broadcast_address, info.http_port)
-            for info in infos
-            if info.broadcast_address and info.http_port
-        ]
+        return [info for info in infos if info.broadcast_address and info.http_port]
 
     async def start(self) -> None:
         self.is_running = True

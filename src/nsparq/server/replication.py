@@ -10,55 +10,56 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from nsparq.addresses import join_address, split_address
-from nsparq.errors import NsparqError, StartError, StopError, TooFewReplicas
+from nsparq.errors import NsparqError, StartError, StopError
 from nsparq.option_table import OptionError
 from nsparq.options import NsqdOptions, default_node_id
 from nsparq.replication.coordinator import Coordinator
 from nsparq.replication.etcd import Etcd
+from nsparq.replication.frames import proof
 from nsparq.replication.node import Node, NodeSettings
 from nsparq.replication.primary import Primary
+from nsparq.replication.tls import NodeTls
+from nsparq.server.cluster_state import ClusterState
 from nsparq.server.daemon import Nsqd
+from nsparq.server.standby import Standby, address_for_clients
 from nsparq.storage.files import Files
 
 logger = logging.getLogger(__name__)
 
 MIN_SECRET: Final = 16
+TAG: Final = 16
+"""Characters that tell clusters of the same name apart at nsqlookupd."""
 
 
 class Replication:
     """What the primary's nsqd knows of its cluster."""
 
-    def __init__(self, node: Node, primary: Primary, min_in_sync: int) -> None:
-        self.name = node.settings.name
+    def __init__(self, node: Node, primary: Primary, state: ClusterState) -> None:
+        self.state = state
         self.switch_over = node.switch_over
         """Raises NotPossible."""
         self.when_safe = primary.when_safe
-        self._cluster = node.settings.cluster
-        self._primary = primary
-        self._min_in_sync = min_in_sync
-
-    def check(self) -> None:
+        self.check = state.check
         """Raises TooFewReplicas if nothing may be published now."""
-        count = len(self._primary.acknowledging.membership.in_sync)
-        if count < self._min_in_sync:
-            raise TooFewReplicas(count, self._min_in_sync)
-
-    def status(self) -> dict[str, Any]:
-        membership = self._primary.acknowledging.membership
-        return {
-            "cluster": self._cluster,
-            "epoch": membership.epoch,
-            "primary": membership.primary,
-            "in_sync": sorted(membership.in_sync),
-            "min_in_sync": self._min_in_sync,
-            "followers": self._primary.followers(),
+        self.leads = node.leads
+        """Whether the coordinator says now that this node is primary."""
+        self.replaced_address = node.replaced.http_address if node.replaced is not None else ""
+        """HTTP address of the primary before this one."""
+        settings = node.settings
+        # Only nodes with the secret can take this one's place at nsqlookupd.
+        tag = proof(settings.secret, "nsqlookupd", b"", settings.cluster)[:TAG]
+        self.identity: Mapping[str, str | int] = {
+            "cluster": f"{settings.cluster}:{tag}",
+            "epoch": state.membership.epoch,
         }
+        """Fields of IDENTIFY at nsqlookupd."""
 
 
 class ReplicatedNsqd:
@@ -70,9 +71,14 @@ class ReplicatedNsqd:
         self._files = Files()
         self._lock_fd = -1
         self._task: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None]
         self.node: Node
         self.nsqd: Nsqd | None = None
         """While this node is primary."""
+        self.standby: Standby
+        """HTTP while this node is not primary."""
+        self.state: ClusterState
+        self._tls: NodeTls | None = None
         self._coordinator: Coordinator
 
     async def start(self) -> None:
@@ -85,6 +91,7 @@ class ReplicatedNsqd:
         address = options.replication_broadcast_address or join_address(options.broadcast_address, listen[1])
         if split_address(address) is None:
             raise OptionError("--replication-broadcast-address must be host:port")
+        self._tls = _tls_of(options)
         settings = NodeSettings(
             cluster=options.replication_cluster,
             name=options.replication_name,
@@ -94,14 +101,21 @@ class ReplicatedNsqd:
             address=address,
             lease_s=options.replication_lease,
             snapshot_rate=options.replication_snapshot_rate,
+            tcp_address=address_for_clients(options, options.tcp_address, options.broadcast_tcp_port),
+            http_address=address_for_clients(options, options.http_address, options.broadcast_http_port),
+            tls=self._tls,
         )
         self._lock()
         try:
             self._coordinator = coordinator_of(options)
             self.node = Node(settings, self._coordinator, self._make_nsqd)
+            self.state = ClusterState(self.node, options.min_in_sync)
+            self.standby = Standby(options, self.state)
+            await self.standby.start()
         except BaseException:
             self._unlock()
             raise
+        self._watching = asyncio.create_task(self.state.watch())
         self._task = asyncio.create_task(self.node.run())
         self._task.add_done_callback(_stop_process)
 
@@ -118,11 +132,21 @@ class ReplicatedNsqd:
         except NsparqError as error:
             raise StopError(str(error)) from error
         finally:
+            self._watching.cancel()
+            await self.standby.stop()
             self._unlock()
             self._coordinator.close()
         logger.info("REPLICATION: this node has stopped")
 
     def reload(self) -> None:
+        """SIGHUP. Both the present role and the next one use the new files."""
+        if self._tls is not None:
+            try:
+                self._tls.load()
+                logger.info("SIGHUP: certificates of replication reloaded")
+            except StartError as error:
+                logger.error("SIGHUP: the certificates of replication stay as they were: %s", error)
+        self.standby.reload()
         if self.nsqd is not None:
             self.nsqd.reload()
 
@@ -131,7 +155,7 @@ class ReplicatedNsqd:
         if options.node_id == default_node_id(socket.gethostname()):
             # The message ids of all nodes of the cluster are the same.
             options = replace(options, node_id=default_node_id(options.replication_cluster))
-        nsqd = Nsqd(options, files=primary.files, replication=Replication(node, primary, options.min_in_sync))
+        nsqd = Nsqd(options, files=primary.files, replication=Replication(node, primary, self.state))
         return _Serving(self, nsqd)
 
     def _lock(self) -> None:
@@ -153,16 +177,23 @@ class _Serving:
         self._nsqd = nsqd
 
     async def start(self) -> None:
+        await self._daemon.standby.close()
         self._daemon._unlock()
+        self._daemon.state.is_serving = True
         await self._nsqd.start()
         self._daemon.nsqd = self._nsqd
 
     async def stop(self) -> None:
         self._daemon.nsqd = None
+        self._daemon.state.is_serving = False
         try:
             await self._nsqd.stop()
         finally:
             self._daemon._lock()
+            try:
+                await self._daemon.standby.start()
+            except StartError as error:
+                logger.error("REPLICATION: no HTTP while this node follows: %s", error)
 
 
 def coordinator_of(options: NsqdOptions) -> Coordinator:
@@ -185,6 +216,14 @@ def coordinator_of(options: NsqdOptions) -> Coordinator:
             "postgresql://user@host/database"
         )
     return Etcd([f"{schemes[scheme]}://{member}" for member in rest.split(",")], cluster, lease)
+
+
+def _tls_of(options: NsqdOptions) -> NodeTls | None:
+    """Raises StartError."""
+    if not options.replication_tls_cert:
+        return None
+    files = (options.replication_tls_cert, options.replication_tls_key, options.replication_tls_root_ca_file)
+    return NodeTls(*map(Path, files))
 
 
 def _read_secret(path: Path) -> bytes:

@@ -36,6 +36,8 @@ _PEER_FIELDS: Final = {
     "version": STRING,
     "topology_zone": STRING,
     "topology_region": STRING,
+    "cluster": STRING,
+    "epoch": INT64,
 }
 
 
@@ -56,6 +58,11 @@ class PeerInfo:
     version: str = ""
     topology_zone: str = ""
     topology_region: str = ""
+    cluster: str = ""
+    """Cluster of nsqds that keep copies of one data path; NSQ has no such field. nsqlookupd repeats
+    it in its reply, and then lists one nsqd of the cluster only: that of the highest epoch."""
+    epoch: int = 0
+    """Grows whenever another node of the cluster serves."""
 
 
 class Ping(NamedTuple):
@@ -190,7 +197,7 @@ def encode_error(error: FatalClientError) -> bytes:
 
 
 def encode_identify_reply(
-    *, broadcast_address: str, hostname: str, http_port: int, tcp_port: int, version: str
+    *, broadcast_address: str, hostname: str, http_port: int, tcp_port: int, version: str, cluster: str = ""
 ) -> bytes:
     answer: dict[str, str | int] = {
         "broadcast_address": broadcast_address,
@@ -199,6 +206,8 @@ def encode_identify_reply(
         "tcp_port": tcp_port,
         "version": version,
     }
+    if cluster:
+        answer["cluster"] = cluster
     return encode_reply(_encode_json(answer))
 
 

@@ -126,6 +126,8 @@ class MetricsApi:
         out.add("nsqd_topics", "gauge", "topics", len(broker.topics))
         out.add("nsqd_connections", "gauge", "TCP connections", len(nsqd.connections))
         out.add("nsqd_http_connections", "gauge", "HTTP and HTTPS connections", nsqd.http_connection_count)
+        if nsqd.replication is not None:
+            nsqd.replication.state.add_metrics(out)
         _add_transactions(out, broker.transactions)
         path = broker.data_path.path
         disk, device = await asyncio.to_thread(lambda: (shutil.disk_usage(path), os.stat(path).st_dev))

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 from nsparq.errors import NotReplicated
 from nsparq.http.api import ApiError, Endpoint, Later, Request, Result
 from nsparq.replication.node import NotPossible
-from nsparq.server.api.parameters import COUNT, TEXT, listed, obj
+from nsparq.server.cluster_state import STATUS
 
 if TYPE_CHECKING:
     from nsparq.server.daemon import Nsqd
-
-_STATUS: Final = obj(
-    {
-        "cluster": TEXT,
-        "epoch": COUNT,
-        "primary": TEXT,
-        "in_sync": {"type": "array", "items": TEXT},
-        "min_in_sync": COUNT,
-        "followers": listed(obj({"name": TEXT, "changes_behind": COUNT})),
-    }
-)
 
 
 def replicated(endpoint: Endpoint, nsqd: Nsqd) -> Endpoint:
@@ -56,23 +45,27 @@ class ReplicationApi:
     @Endpoint(
         method="GET",
         path="/replication",
-        summary="Get the state of the cluster that this node is primary of.",
-        details="404 `NOT_REPLICATED` without `--replication-cluster`. A node that follows has no HTTP API.",
+        summary="Get the state of the cluster that this node belongs to.",
+        details="Every node answers, whatever its `role`: `waiting` means that it is neither primary nor "
+        "connected to one. `in_sync` are the nodes that may take over. `problems` is empty if all is well. "
+        "`changes` counts changes of the data path in this `epoch`, on this node. `seconds_behind` is how "
+        "long the follower has confirmed nothing while something is due. 404 `NOT_REPLICATED` without "
+        "`--replication-cluster`.",
         permission="read",
         success="an object",
-        success_schema=_STATUS,
+        success_schema=STATUS,
         errors=((404, "NOT_REPLICATED"),),
     )
     def read(self, request: Request) -> Result:
         if self._nsqd.replication is None:
             raise ApiError(404, "NOT_REPLICATED")
-        status: dict[str, Any] = self._nsqd.replication.status()
-        return status
+        return self._nsqd.replication.state.status()
 
     @Endpoint(
         method="POST",
         path="/replication/switch_over",
         summary="Let a follower take over. This node stops serving and follows.",
+        details="409 `NOT_POSSIBLE` if no follower is in sync.",
         permission="admin",
         errors=((404, "NOT_REPLICATED"), (409, "NOT_POSSIBLE")),
     )

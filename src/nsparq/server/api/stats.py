@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.broker.stats import stats_in_slices
 from nsparq.http.api import JSON_TYPE, TEXT_TYPE, Endpoint, Param, Request, Response, Result, encode_json
+from nsparq.options import NsqdOptions
 from nsparq.server.api.parameters import BOOLEAN, COUNT, INT, TEXT, fields, listed, obj
 from nsparq.server.api.stats_text import render_stats
 from nsparq.server.memory import memory_stats
@@ -69,13 +71,14 @@ _STATS: Final = obj(
         "topics": {"type": ["array", "null"], "items": _TOPIC},
         "producers": _CLIENTS,
     },
-    {"memory": {"type": "object"}},
+    fields({"type": "object"}, "memory", "replication"),
 )
 _INFO: Final = obj(
     fields(TEXT, "version", "broadcast_address", "hostname", "topology_zone", "topology_region")
     | fields(INT, "http_port", "tcp_port", "start_time", "max_heartbeat_interval")
     | fields(INT, "max_output_buffer_size", "max_output_buffer_timeout", "max_deflate_level")
-    | fields(BOOLEAN, "headers")
+    | fields(BOOLEAN, "headers"),
+    {"replication": {"type": "object"}},
 )
 
 
@@ -88,12 +91,14 @@ class StatsApi:
         method="GET",
         path="/ping",
         summary="Check the daemon's health.",
-        details="500 and `NOK - <reason>`, as plain text, while the disk reports an error.",
+        details="500 and `NOK - <reason>`, as plain text, while the disk reports an error, or while too few "
+        "nodes of a cluster are in sync. A node that is not the primary of its cluster answers 503 and "
+        "`NOK`: load balancers pass it over.",
         permission="read",
         success="`OK`",
         success_type=TEXT_TYPE,
         success_schema={"type": "string", "const": "OK"},
-        errors=((500, "NOK - …"),),
+        errors=((500, "NOK - …"), (503, "NOK - …")),
     )
     def ping(self, request: Request) -> Response:
         error = self._broker.health.error
@@ -106,28 +111,18 @@ class StatsApi:
         method="GET",
         path="/info",
         summary="Get the daemon's version, addresses and limits. Durations are in nanoseconds.",
-        details="`headers` says that it knows [message headers](headers.md); NSQ's own nsqd has no such key.",
+        details="`headers` says that it knows [message headers](headers.md); NSQ's own nsqd has no such key. "
+        "`replication` is there with `--replication-cluster`: see `/replication`.",
         permission="read",
         success="an object",
         success_schema=_INFO,
     )
     def info(self, request: Request) -> Result:
-        nsqd, options = self._nsqd, self._nsqd.options
-        return {
-            "version": NSQ_VERSION,
-            "broadcast_address": options.broadcast_address,
-            "hostname": nsqd.hostname,
-            "http_port": nsqd.http_port,
-            "tcp_port": nsqd.tcp_port,
-            "start_time": self._broker.start_s,
-            "max_heartbeat_interval": round(options.max_heartbeat_interval * 1e9),
-            "max_output_buffer_size": options.max_output_buffer_size,
-            "max_output_buffer_timeout": round(options.max_output_buffer_timeout * 1e9),
-            "max_deflate_level": options.max_deflate_level,
-            "topology_zone": options.topology_zone,
-            "topology_region": options.topology_region,
-            "headers": True,
-        }
+        nsqd = self._nsqd
+        info = describe(nsqd.options, nsqd.tcp_port, nsqd.http_port, self._broker.start_s)
+        if nsqd.replication is not None:
+            info["replication"] = nsqd.replication.state.summary
+        return info
 
     @Endpoint(
         method="GET",
@@ -165,6 +160,8 @@ class StatsApi:
             request.flag("include_clients", default=True),
         ):
             await asyncio.sleep(0)
+        if self._nsqd.replication is not None:
+            stats["replication"] = self._nsqd.replication.state.status()
         if request.flag("include_mem", default=True):
             last = {name: stats.pop(name) for name in ("producers", "corrupt_files", "warnings")}
             stats |= {"memory": memory_stats(), **last}
@@ -173,6 +170,25 @@ class StatsApi:
         text = render_stats(stats, self._broker.wall_ns() / 1e9)
         pieces = (piece.encode("utf-8", "replace") for piece in text)
         return Response(body=await _join_in_slices(pieces), content_type=TEXT_TYPE)
+
+
+def describe(options: NsqdOptions, tcp_port: int, http_port: int, start_s: int) -> dict[str, Any]:
+    """What /info says of a daemon."""
+    return {
+        "version": NSQ_VERSION,
+        "broadcast_address": options.broadcast_address,
+        "hostname": socket.gethostname(),
+        "http_port": http_port,
+        "tcp_port": tcp_port,
+        "start_time": start_s,
+        "max_heartbeat_interval": round(options.max_heartbeat_interval * 1e9),
+        "max_output_buffer_size": options.max_output_buffer_size,
+        "max_output_buffer_timeout": round(options.max_output_buffer_timeout * 1e9),
+        "max_deflate_level": options.max_deflate_level,
+        "topology_zone": options.topology_zone,
+        "topology_region": options.topology_region,
+        "headers": True,
+    }
 
 
 def _json_pieces(stats: Mapping[str, Any]) -> Iterator[bytes]:
