@@ -5,11 +5,12 @@
     python -m tests.soak.exactly_once --kills 20 --sink archive
     python -m tests.soak.exactly_once --kills 20 --sink delta-upsert
     python -m tests.soak.exactly_once --kills 20 --sink jdbc,jdbc-upsert --master 'local[2]'
+    python -m tests.soak.exactly_once --kills 10 --sink parquet,topic --replicated --victims nsqd
 
 Runs two nsqd, an nsqlookupd, a publisher of numbered messages for each nsqd, and a Spark query.
 Kills one of them after the other with SIGKILL, at random moments, and starts it again. In the end
 every published number must be in the result exactly once. Exit status 1 if not, or if it gets
-stuck.
+stuck. With `--replicated` there is one nsqd, as a pair of nodes: each kill of nsqd is a fail-over.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from tests.soak.exactly_once_report import Report, Result
 from tests.soak.support import (
     MARK,
     Cluster,
+    Pair,
     Supervised,
     batches,
     clock,
@@ -87,6 +89,8 @@ class Options:
     """How long to wait before a kill, once the query has recovered from the last."""
     hurry: float = 0.3
     """How often a kill comes before it has."""
+    is_replicated: bool = False
+    """One nsqd as a pair of nodes, instead of two nsqds."""
     progress: int = 2
     """Micro-batches that show that it has. The first may have been as good as done when the kill
     came."""
@@ -116,7 +120,7 @@ class Run:
         with environment_variable(MARK, self.name):
             try:
                 with ExitStack() as stack:
-                    self.cluster = stack.enter_context(Cluster(self.directory))
+                    self.cluster = stack.enter_context(self._make_cluster())
                     self._create_topics()
                     master, conf = self._master(stack)
                     self.driver = stack.enter_context(self._driver(master, conf))
@@ -131,6 +135,8 @@ class Run:
                     self._catch_up()
                     self._compare(publishers)
                     self.report.starts = self.driver.starts
+                    if isinstance(self.cluster, Pair):
+                        self.report.fail_overs = self.cluster.fail_overs
             finally:
                 self.report.left_over = end_all(self.name)
         self.report.seconds = time.monotonic() - began
@@ -138,6 +144,9 @@ class Run:
         return self.report
 
     # setting up
+
+    def _make_cluster(self) -> Cluster:
+        return Pair(self.directory) if self.options.is_replicated else Cluster(self.directory)
 
     def _sink(self, name: str) -> Sink:
         result = self.directory / name
@@ -152,7 +161,7 @@ class Run:
         )
 
     def _create_topics(self) -> None:
-        for node in self.cluster.nodes:
+        for node in self.cluster.serving:
             node.http("POST", "/topic/create", topic=TOPIC)
             # Of the topic that is read nothing is kept but what its channel has not passed; the
             # result, which has no channel, is kept.
@@ -180,10 +189,12 @@ class Run:
         return Supervised(self.directory, "tests.soak.exactly_once_driver", arguments, run=self.name)
 
     def _publishers(self) -> list[Publisher]:
-        nodes = self.cluster.nodes
+        addresses = [[str(node.flags["http_address"])] for node in self.cluster.nodes]
+        if self.options.is_replicated:
+            addresses = [sum(addresses, [])]
         publishers = [
-            Publisher(node, TOPIC, index, len(nodes), self.options.rate / len(nodes))
-            for index, node in enumerate(nodes)
+            Publisher(some, TOPIC, index, len(addresses), self.options.rate / len(addresses))
+            for index, some in enumerate(addresses)
         ]
         for publisher in publishers:
             publisher.start()
@@ -242,8 +253,8 @@ class Run:
     def _kill(self, victim: str) -> bool:
         """False if there is none: it has not come back from the last kill."""
         if victim == "nsqd":
-            alive = [node for node in self.cluster.nodes if node.alive()]
-            done = bool(alive) and self._kill_daemon(self.chance.choice(alive))
+            ready = [node for node in self.cluster.nodes if self.cluster.is_ready(node)]
+            done = bool(ready) and self._kill_daemon(self.chance.choice(ready))
         elif victim == "nsqlookupd":
             done = self.cluster.lookupd.alive() and self._kill_daemon(self.cluster.lookupd)
         elif victim in ("driver", "python"):
@@ -299,7 +310,7 @@ class Run:
         channels = [sink.channel for sink in self.sinks.values()]
         try:
             found = [
-                node.channel_stats(TOPIC, channel) for node in self.cluster.nodes for channel in channels
+                node.channel_stats(TOPIC, channel) for node in self.cluster.serving for channel in channels
             ]
         except (OSError, ConnectionClosed):
             return False
@@ -334,7 +345,7 @@ class Run:
             return numbers, lambda: (
                 (row["number"], " ".join(map(str, row.values()))) for row in read.to_pylist()
             )
-        bodies = [body.decode() for node in self.cluster.nodes for body in read_log(node, RESULT)]
+        bodies = [body.decode() for node in self.cluster.serving for body in read_log(node, RESULT)]
         numbers = np.array([int(body.split()[0]) for body in bodies], np.int64)
         return numbers, lambda: ((int(body.split()[0]), body) for body in bodies)
 
@@ -374,6 +385,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="a Spark master such as local[2], or standalone: a cluster with two executors (%(default)s)",
     )
     parser.add_argument("--victims", metavar="LIST", help=f"of {','.join(VICTIMS)}; default: all there are")
+    parser.add_argument(
+        "--replicated", action="store_true", help="one nsqd as a pair of nodes, instead of two nsqds"
+    )
     parser.add_argument("--seed", type=int, help="of the random choices, to have the same again")
     parser.add_argument("--directory", type=Path, help="where everything is kept, also afterwards")
     given = parser.parse_args(arguments)
@@ -395,6 +409,7 @@ def main(arguments: list[str] | None = None) -> int:
         master=given.master,
         victims=victims,
         max_rows=given.max_rows,
+        is_replicated=given.replicated,
         seed=random.randrange(1 << 32) if given.seed is None else given.seed,
     )
     directory = given.directory or Path(tempfile.mkdtemp(prefix="nsparq-soak-"))

@@ -12,10 +12,9 @@ import json
 import struct
 import threading
 import time
+from collections import deque
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
-
-from tests.support import BrokerProcess
 
 BLOCK = 100
 """Numbers that are published together."""
@@ -35,7 +34,7 @@ def packed(numbers: range) -> bytes:
 
 
 class _NotSent(Exception):
-    """Nobody listens, so nothing was published."""
+    """Nobody listens, or only a copy does, so nothing was published."""
 
 
 class _Answer(NamedTuple):
@@ -48,13 +47,12 @@ class _Answer(NamedTuple):
 
 
 class Publisher(threading.Thread):
-    """One for each nsqd. Of `count` publishers number `index` has each `count`th block of
-    numbers."""
+    """One for each nsqd, which may have several addresses. Of `count` publishers number `index` has
+    each `count`th block of numbers."""
 
-    def __init__(self, broker: BrokerProcess, topic: str, index: int, count: int, rate: float) -> None:
+    def __init__(self, addresses: list[str], topic: str, index: int, count: int, rate: float) -> None:
         super().__init__(name=f"publisher-{index}")
-        host, port = str(broker.flags["http_address"]).split(":")
-        self._address = host, int(port)
+        self._addresses = deque(addresses)
         self._topic = topic
         self._count = count
         self._pause = BLOCK / rate
@@ -102,6 +100,10 @@ class Publisher(threading.Thread):
         except (OSError, http.client.HTTPException):
             self.uncertain.append(numbers)
             return True
+        if answer.status >= 500:
+            # A node that is replaced does not know what the other one has.
+            self.uncertain.append(numbers)
+            return True
         if answer.status == 200:
             self.certain.append(numbers)
         return answer.status == 200
@@ -132,10 +134,12 @@ class Publisher(threading.Thread):
     def _post(self, path: str, body: bytes, **query: Any) -> _Answer:
         """On a connection that is kept; after a failure on another."""
         if self._connection is None:
-            connection = http.client.HTTPConnection(*self._address, timeout=20)
+            host, port = self._addresses[0].split(":")
+            connection = http.client.HTTPConnection(host, int(port), timeout=20)
             try:
                 connection.connect()
             except OSError as error:
+                self._addresses.rotate()
                 raise _NotSent from error
             self._connection = connection
         try:
@@ -149,7 +153,12 @@ class Publisher(threading.Thread):
             fields = json.loads(content)
         except ValueError:
             fields = {}
-        return _Answer(response.status, fields if isinstance(fields, dict) else {})
+        answer = _Answer(response.status, fields if isinstance(fields, dict) else {})
+        if answer.code == "NOT_PRIMARY":
+            self._close()
+            self._addresses.rotate()
+            raise _NotSent
+        return answer
 
     def _close(self) -> None:
         connection, self._connection = self._connection, None

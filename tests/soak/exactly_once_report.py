@@ -48,6 +48,8 @@ class Report:
     uncertain: int = 0
     """Messages whose publish was not answered."""
     kills: Counter[str] = field(default_factory=Counter)
+    fail_overs: int = 0
+    """Of a replicated nsqd."""
     starts: int = 0
     failures: list[tuple[str, str]] = field(default_factory=list)
     """Of queries, by sink, which were then started again without a new driver."""
@@ -64,6 +66,7 @@ class Report:
         rows = [(f"killed: {name}", count) for name, count in sorted(self.kills.items())]
         rows += [
             ("killed in all", self.kills.total()),
+            ("fail-overs", self.fail_overs),
             ("starts of the driver", self.starts),
             ("failures of queries", len(self.failures)),
             ("seconds", round(self.seconds)),

@@ -2,6 +2,7 @@
 is started again whenever it has ended, as a supervisor would.
 
     with Cluster(directory) as cluster:             two nsqd, and an nsqlookupd that they register with
+    with Pair(directory) as cluster:                one nsqd, as a pair of nodes
         cluster.nodes, cluster.lookupd              BrokerProcess, LookupdProcess: kill(), start()
         with Supervised(directory, "tests.soak.some_driver", {...}) as driver:
             driver.find("jvm")                      pids of one kind among all that the run has started
@@ -22,11 +23,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nsparq.storage.raw_batch import iter_batches
+from tests.replication.cluster import ClusterProcesses
+from tests.replication.coordinators import start_etcd
 from tests.support import BrokerProcess, wait_until
 from tests.support.lookupd import LookupdProcess
 
@@ -100,8 +103,56 @@ class Cluster:
         yield "nsqlookupd", self.lookupd
 
     @property
+    def serving(self) -> list[BrokerProcess]:
+        """The nsqds that clients use."""
+        return self.nodes
+
+    def is_ready(self, node: BrokerProcess) -> bool:
+        """Whether it may be killed."""
+        return node.alive()
+
+    @property
     def lookupd_address(self) -> str:
         return str(self.lookupd.flags["http_address"])
+
+
+class Pair(Cluster):
+    """One nsqd as two nodes with etcd: when the one that serves is killed, the other takes over."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Pair:
+        with ExitStack() as stack:
+            ports = [f"127.0.0.1:{port}" for port in free_ports(2)]
+            self.lookupd = LookupdProcess(tcp_address=ports.pop(), http_address=ports.pop())
+            url = stack.enter_context(start_etcd(self.directory / "etcd")).url
+            self._pair = ClusterProcesses(
+                self.directory, url, lookupd_tcp_address=self.lookupd.flags["tcp_address"], **self._flags
+            )
+            self.nodes = [*self._pair.nodes.values()]
+            self._pair.primary("ab")
+            self._stack = stack.pop_all()
+        return self
+
+    def close(self) -> None:
+        super().close()
+        self._stack.close()
+
+    @property
+    def serving(self) -> list[BrokerProcess]:
+        return [self._pair.primary()]
+
+    def is_ready(self, node: BrokerProcess) -> bool:
+        """Only if the other node has everything, too."""
+        return self._pair.find("ab") is node
+
+    @property
+    def fail_overs(self) -> int:
+        status = self._pair.primary().status()
+        assert status is not None
+        return int(status["epoch"]) - 1
 
 
 # processes

@@ -40,6 +40,11 @@ class Node(NamedTuple):
     """`host:port` for NSQ's TCP protocol; empty if unknown."""
     is_given: bool = False
     """The user gave the address of this nsqd (option nsqd)."""
+    cluster: str = ""
+    """The nodes of a replicated nsqd have this in common; empty if it is not replicated, or
+    unknown."""
+    is_serving: bool = True
+    """False for a node that only keeps a copy."""
 
 
 class Found(NamedTuple):
@@ -237,4 +242,11 @@ def _node_of(producer: dict[str, Any]) -> Node | None:
     if name is None:
         logger.warning("an nsqd with an invalid address: %.200r", producer)
         return None
-    return Node(name, f"http://{name}", heard_address(host, producer.get("tcp_port")) or "")
+    replication = producer.get("replication") or {}
+    return Node(
+        name,
+        f"http://{name}",
+        heard_address(host, producer.get("tcp_port")) or "",
+        cluster=str(replication.get("cluster", "")),
+        is_serving=replication.get("role", "primary") == "primary",
+    )

@@ -31,7 +31,7 @@ from nsparq.fetch import without_secrets
 from nsparq.spark.checkpoint import CheckpointBehind, check_batch
 from nsparq.spark.cluster.api import Client
 from nsparq.spark.cluster.http_client import Access, Backoff, Refused, Unreachable
-from nsparq.spark.sink.nodes import SinkNode
+from nsparq.spark.sink.nodes import FindAgain, SinkNode
 from nsparq.spark.sink.send import StagingLost
 
 __all__ = ["CheckpointBehind", "Coordinator", "TransactionDamaged", "check_replay"]
@@ -88,14 +88,17 @@ class Coordinator:
         retry_for: float,
         remember_s: int | None = None,
         planned: str = "",
+        find_again: FindAgain | None = None,
     ) -> None:
         """`remember_s` is how long nsqd remembers a producer without further transactions.
-        `planned` is the batch's fingerprint, or empty; the note includes it."""
+        `planned` is the batch's fingerprint, or empty; the note includes it. `find_again` says where
+        a node is that does not answer."""
         self._producer, self._sequence, self._planned = producer, sequence, planned
         self._nodes = {node.name: node for node in nodes}
         self._access = access
         self._retry_for = retry_for
         self._remember_s = remember_s
+        self._find_again = find_again
         self._clients: dict[str, Client] = {}
 
     def close(self) -> None:
@@ -275,13 +278,10 @@ class Coordinator:
 
     def _ask(self, name: str, work: Callable[[Client], T]) -> T:
         """The answer of a node, after retries. All these requests may be sent twice."""
-        client = self._clients.get(name)
-        if client is None:
-            client = self._clients[name] = Client(self._nodes[name].url, self._access)
         backoff = Backoff(self._retry_for)
         while True:
             try:
-                return work(client)
+                return work(self._client(name))
             except Refused as refused:
                 if refused.code in ("ALREADY_COMMITTED", "WRONG_PROMISE"):
                     raise _Overtaken(f"{self}: another driver writes it too: {refused}") from refused
@@ -300,6 +300,15 @@ class Coordinator:
             except Unreachable as error:
                 if not backoff.wait():
                     raise Unreachable(f"{error}, for {self._retry_for:g} s (option retryFor)") from error
+            if self._find_again is not None:
+                self._nodes[name] = self._find_again(self._nodes[name])
+
+    def _client(self, name: str) -> Client:
+        url = self._nodes[name].url
+        client = self._clients.get(url)
+        if client is None:
+            client = self._clients[url] = Client(url, self._access)
+        return client
 
 
 def _decided(states: Mapping[str, _State]) -> list[str]:

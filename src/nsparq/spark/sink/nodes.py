@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from nsparq.errors import NsparqError
 from nsparq.fetch import without_secrets
 from nsparq.spark.cluster.api import Client
 from nsparq.spark.cluster.http_client import Access, Backoff, Refused, Unreachable, base_url
-from nsparq.spark.cluster.nodes import identify, known_nodes
+from nsparq.spark.cluster.nodes import Node, identify, known_nodes
 from nsparq.spark.options import NsqOptions, OptionError
 
-__all__ = ["Plan", "SinkNode", "find_plan"]
+__all__ = ["FindAgain", "Plan", "SinkNode", "find_again", "find_plan"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +30,16 @@ FRESH_S: Final = 5.0
 
 class SinkNode(NamedTuple):
     name: str
-    """`broadcast address:HTTP port`, as nsqd reports it, whatever address we used."""
+    """`broadcast address:HTTP port`, as nsqd reports it, whatever address we used. The nodes of a
+    replicated nsqd share the name of their cluster: what one of them has staged, the next has."""
     url: str
 
     def __str__(self) -> str:
         return without_secrets(self.url)
+
+
+FindAgain = Callable[[SinkNode], SinkNode]
+"""Where a node is now."""
 
 
 class Plan(NamedTuple):
@@ -92,8 +99,10 @@ def _ask(options: NsqOptions, headers: bool) -> Plan:
     for url in urls:
         with Client(url, access) as client:
             try:
+                node = identify(client)
+                if not node.is_serving:
+                    continue
                 has_transactions = _has_transactions(client)
-                name = identify(client).name
                 if headers and not _knows_headers(client):
                     headerless.append(without_secrets(url))
             except Unreachable as error:
@@ -103,9 +112,11 @@ def _ask(options: NsqOptions, headers: bool) -> Plan:
                     raise
                 raise _Away(str(error)) from error
             # The client's URL, since nsqd may have sent the client to its HTTPS port.
-            nodes.setdefault(name, SinkNode(name, client.url))
+            nodes.setdefault(_name(node), SinkNode(_name(node), client.url))
         if not has_transactions:
             lacking.append(without_secrets(url))
+    if not nodes:
+        raise _Away("no nsqd serves")
     found = tuple(nodes[name] for name in sorted(nodes))
     if headerless:
         raise OptionError(
@@ -129,6 +140,22 @@ def _ask(options: NsqOptions, headers: bool) -> Plan:
             ", ".join(lacking),
         )
     return Plan(found, False)
+
+
+def find_again(options: NsqOptions, lost: SinkNode) -> SinkNode:
+    """Where a node is that does not answer: another node of its cluster may have taken over."""
+    access = Access.of(options)
+    with suppress(_Away):
+        for url in [*map(base_url, options.nsqd), *_discover(options, access)]:
+            with suppress(Unreachable, Refused), Client(url, access) as client:
+                node = identify(client)
+                if node.is_serving and _name(node) == lost.name:
+                    return SinkNode(lost.name, client.url)
+    return lost
+
+
+def _name(node: Node) -> str:
+    return node.cluster or node.name
 
 
 def _discover(options: NsqOptions, access: Access) -> list[str]:

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from nsparq.errors import NsparqError
 from nsparq.spark.cluster.http_client import Access, Answer, Backoff, Refused, Unreachable
-from nsparq.spark.sink.nodes import SinkNode
+from nsparq.spark.sink.nodes import FindAgain, SinkNode
 from nsparq.spark.sink.pipe import Buffer, Pipe
 from nsparq.spark.sink.rows import Chunk, RowError
 
@@ -61,9 +61,13 @@ class Sender(ABC):
     in_any_order = False
     """Whether requests are independent of each other."""
 
-    def __init__(self, nodes: Sequence[SinkNode], access: Access, retry_for: float) -> None:
-        """`nodes` are tried in this order."""
-        self._nodes = nodes
+    def __init__(
+        self, nodes: Sequence[SinkNode], access: Access, retry_for: float, find_again: FindAgain | None = None
+    ) -> None:
+        """`nodes` are tried in this order. `find_again` says where a node is that does not
+        answer."""
+        self._nodes = [*nodes]
+        self._find_again = find_again
         self._access = access
         self._retry_for = retry_for
         self._node = 0
@@ -161,6 +165,8 @@ class Sender(ABC):
             if not self._backoff.wait():
                 raise Unreachable(f"{node}: {error}, for {self._retry_for:g} s (option retryFor)") from error
             self._node = (self._node + 1) % len(self._nodes)
+            if self._find_again is not None:
+                self._nodes[self._node] = self._find_again(self._nodes[self._node])
             try:
                 # A single request first: progress even if connections are short-lived.
                 self._send_next()
@@ -206,9 +212,16 @@ class Staged(Sender):
     """Stages one part of a transaction. Also raises AlreadyCommitted, StagingLost."""
 
     def __init__(
-        self, node: SinkNode, access: Access, retry_for: float, producer: str, sequence: int, part: str
+        self,
+        node: SinkNode,
+        access: Access,
+        retry_for: float,
+        producer: str,
+        sequence: int,
+        part: str,
+        find_again: FindAgain | None = None,
     ) -> None:
-        super().__init__([node], access, retry_for)
+        super().__init__([node], access, retry_for, find_again)
         self._target = f"/transaction/stage?producer={quote(producer)}&sequence={sequence}&part={quote(part)}"
 
     def requests(self, chunk: Chunk) -> list[tuple[str, Sequence[Buffer], int]]:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
@@ -25,7 +26,7 @@ from nsparq.spark.checkpoint import fingerprint
 from nsparq.spark.cluster.http_client import Access, Unreachable
 from nsparq.spark.options import NsqOptions, OptionError
 from nsparq.spark.sink.commit import Coordinator, check_replay
-from nsparq.spark.sink.nodes import Plan, SinkNode, find_plan
+from nsparq.spark.sink.nodes import Plan, SinkNode, find_again, find_plan
 from nsparq.spark.sink.rows import Chunks, SinkColumns
 from nsparq.spark.sink.send import AlreadyCommitted, Published, Sender, Staged
 from nsparq.spark.worker import prepare_worker
@@ -123,7 +124,9 @@ class _Writer:
             published = Published(nodes, access, options.retry_for)
             return PublishedRows(self._send(published, batches, task))
         part = f"{task.partition}-{task.attempt}-{uuid4().hex[:12]}"
-        staged = Staged(nodes[0], access, options.retry_for, producer, sequence, part)
+        staged = Staged(
+            nodes[0], access, options.retry_for, producer, sequence, part, partial(find_again, options)
+        )
         try:
             messages = self._send(staged, batches, task)
         except AlreadyCommitted as known:
@@ -167,6 +170,7 @@ class _Writer:
             self._options.retry_for,
             remember_s,
             planned,
+            partial(find_again, self._options),
         )
 
     def _commit(self, messages: Messages, remember_s: int | None = None, planned: str = "") -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from threading import Event
 from typing import Final
 
@@ -18,6 +19,7 @@ import pyarrow as pa
 
 from nsparq.spark.cluster.api import Client, LogChunk
 from nsparq.spark.cluster.http_client import Access, Backoff, Refused, Unreachable
+from nsparq.spark.cluster.nodes import Cluster
 from nsparq.spark.errors import DataLoss, NoAnswer
 from nsparq.spark.options import NsqOptions
 from nsparq.spark.source.arrow import RowBuilder
@@ -76,19 +78,23 @@ def read_range(
     idle = _idle.setdefault((work.url, access), [])
     client = idle.pop() if idle else Client(work.url, access)
     reader = _RangeReader(work, client, options, chunk or CHUNK)
+    is_read = False
     try:
         yield from reader.rows(schema)
-        idle.append(client)
+        is_read = True
     finally:
         reader.close()
-        if client not in idle:
-            client.close()
+        if is_read and reader.client is client:
+            idle.append(client)
+        else:
+            reader.client.close()
 
 
 class _RangeReader:
     def __init__(self, work: LogRange, client: Client, options: NsqOptions, chunk: int) -> None:
         self._work = work
-        self._client = client
+        self.client = client
+        """To the node that has the log."""
         self._options = options
         self._chunk = chunk
         self._bytes_per_number = work.size_bytes / max(1, work.end - work.start)
@@ -102,7 +108,7 @@ class _RangeReader:
         self._stopped.set()
         if self._thread is not None:
             if self._ahead is not None and not self._ahead[1].done():
-                self._client.abort()
+                self.client.abort()
             self._thread.shutdown(wait=True, cancel_futures=True)
 
     def rows(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -137,7 +143,7 @@ class _RangeReader:
         if work.first_id is not None:
             return work.first_id
         try:
-            return self._client.first_id(work.topic, sequence) or 0
+            return self.client.first_id(work.topic, sequence) or 0
         except (Refused, Unreachable):
             return 0
 
@@ -171,7 +177,7 @@ class _RangeReader:
         backoff = Backoff(self._options.retry_for)
         while True:
             try:
-                chunk = self._client.read(work.topic, at, size, work.incarnation, verify=verify)
+                chunk = self.client.read(work.topic, at, size, work.incarnation, verify=verify)
                 if chunk.next > at:
                     return chunk
                 reason = f"the log ends at {chunk.latest}"
@@ -183,6 +189,7 @@ class _RangeReader:
                     raise NoAnswer(
                         f"{work}: {error}, for {self._options.retry_for:g} seconds (option retryFor)"
                     ) from error
+                self._find_again()
             except Refused as refused:
                 if refused.code == "OFFSET_GONE":
                     earliest = int(refused.details.get("earliest", 0))
@@ -199,8 +206,29 @@ class _RangeReader:
                     break
                 elif refused.status < 500 or not backoff.wait():
                     raise
+                else:
+                    self._find_again()
         self._report_loss(f"{work}: {reason}, before {at} was read")
         return None
+
+    def _find_again(self) -> None:
+        """Another node of a replicated nsqd may have taken over: it has the same log."""
+        work = self._work
+        cluster = Cluster(replace(self._options, topic=work.topic, topics=(), topics_pattern=None))
+        try:
+            found = cluster.look()
+            for name in found.topics.get(work.topic, ()):
+                node = found.nodes[name]
+                if node.url == self.client.url:
+                    continue
+                with suppress(Unreachable, Refused):
+                    if cluster.client(node).positions(work.topic).incarnation == work.incarnation:
+                        logger.warning("%s: continues at %s", work, name)
+                        self.client.close()
+                        self.client = Client(node.url, Access.of(self._options))
+                        return
+        finally:
+            cluster.close()
 
     def _report_loss(self, what: str) -> None:
         """Raises DataLoss, unless the options allow the loss."""
