@@ -88,11 +88,21 @@ class ClusterProcesses:
 
     def find(self, in_sync: str = "", other_than: str = "") -> NodeProcess | None:
         """The same, without waiting."""
-        for name, node in self.nodes.items():
-            if name != other_than and node.alive() and (status := node.status()) is not None:
-                if status["role"] == "primary" and {*in_sync} <= {*status["in_sync"]}:
-                    return node
-        return None
+        found = {node: node.status() for node in self.nodes.values() if node.alive()}
+        # One that was cut off may not know yet that another has taken over.
+        epoch, node = max(
+            (
+                (status["epoch"], node)
+                for node, status in found.items()
+                if status and status["role"] == "primary"
+            ),
+            key=lambda one: one[0],
+            default=(0, None),
+        )
+        status = node and found[node]
+        if not status or status["primary"] == other_than or not {*in_sync} <= {*status["in_sync"]}:
+            return None
+        return node
 
     def name_of(self, node: NodeProcess) -> str:
         return next(name for name, one in self.nodes.items() if one is node)

@@ -75,7 +75,9 @@ class Traffic:
         """By id."""
 
     def __str__(self) -> str:
-        return self.name
+        now = time.monotonic()
+        published, consumed = now - self.publishing.latest, now - self.consuming.latest
+        return f"{self.name}: published {published:.1f} s ago, consumed {consumed:.1f} s ago"
 
     def note_acknowledged(self, *bodies: str) -> None:
         self.acknowledged.update(dict.fromkeys(bodies, self.kind))
@@ -118,10 +120,12 @@ class Library(Traffic):
         self._reader.start()
 
     def __str__(self) -> str:
-        """With its last words."""
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - 3000))
-        return f"{self.name}: {self._log.read().decode(errors='replace')}"
+        """With its last words, without what a follower makes every client say."""
+        self._log.seek(0)
+        said = [
+            line for line in self._log.read().decode(errors="replace").splitlines() if "refused" not in line
+        ]
+        return "\n".join([super().__str__(), *said[-40:]])
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -33,7 +33,7 @@ def slowed(call: Callable[P, T], control: Path) -> Callable[P, T]:
 
 def _pause(control: Path) -> float:
     try:
-        return float(control.read_text())
+        return float(control.read_text() or 0)
     except FileNotFoundError:
         return 0.0
 
