@@ -38,8 +38,6 @@ OK = b"\0\0\0\x02OK"
 class Lookupd(Spawned):
     """An nsqlookupd process that is ours to start, measure and end."""
 
-    http_address: Address
-
     def start(self, timeout: float = DEADLINE_S) -> float:
         flags = [f"--tcp-address={ANY_PORT}", f"--http-address={ANY_PORT}", "--log-level=info"]
         command = [*shlex.split(self.template), *flags]
@@ -50,9 +48,8 @@ class Lookupd(Spawned):
             if self.process.poll() is not None or time.monotonic() - began > timeout:
                 raise BrokerFailed(f"{shlex.join(command)} does not listen:\n{self.last_words()}")
             time.sleep(0.002)
-        self.address, self.http_address = (
-            (found[kind][0].decode().strip("[]"), int(found[kind][1])) for kind in (b"TCP", b"HTTP")
-        )
+        host, port = found[b"TCP"]
+        self.address = host.decode().strip("[]"), int(port)
         return time.monotonic() - began
 
     def said(self) -> bytes:

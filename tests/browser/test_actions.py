@@ -145,7 +145,13 @@ def test_a_topic_is_removed_from_a_node(visitor: Visitor, cluster: Cluster, topi
         name = (opener.get_attribute("id") or "").removesuffix("-open")
         assert visitor.confirm(name, topic) == f"Removed {topic} from {node}."
     else:
-        visitor.go(f"/nodes/{node}")
+
+        def is_listed() -> bool:
+            """The page has the topics of the last poll."""
+            visitor.go(f"/nodes/{node}")
+            return topic in visitor.page.locator("#tombstone-topic option").all_text_contents()
+
+        wait_until(is_listed)
         visitor.find("#tombstone-open").click()
         visitor.find("#tombstone-name").fill(topic)
         expect(visitor.find("#tombstone-do")).to_be_disabled()

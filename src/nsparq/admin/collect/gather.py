@@ -83,6 +83,8 @@ class Parts:
     topics: list[Key] = field(default_factory=list)
     topic_places: Places = field(default_factory=_no_places)
     topic_counts: Array = field(default_factory=lambda: np.empty((0, 1)))
+    topic_depths: Array = field(default_factory=lambda: np.empty(0))
+    """For each topic, its waiting messages: its own and those of its channels."""
     channels: list[Key] = field(default_factory=list)
     channel_places: Places = field(default_factory=_no_places)
     channel_topics: Places = field(default_factory=_no_places)
@@ -138,6 +140,7 @@ class Gatherer:
         held = values.sum(axis=0) if len(values) else np.zeros(8)
         parts.client_count = int(held[3])
         own_depth = float(arrived[:, 0].sum()) if len(arrived) else 0.0
+        parts.topic_depths = arrived[:, 0] + np.bincount(owners, values[:, 0], minlength=len(names))
         parts.held = own_depth + float(held[:3].sum())
         in_rate = float(arrived[:, 1].sum()) if len(arrived) else 0.0
         return parts, np.array([own_depth + held[0], held[1], held[3], in_rate, *held[5:8], held[2], 0.0])

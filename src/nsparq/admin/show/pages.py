@@ -7,8 +7,7 @@ without it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
@@ -20,13 +19,13 @@ from nsparq.admin.change.settings import DURABILITIES
 from nsparq.admin.change.settings import FEATURE as SETTINGS
 from nsparq.admin.collect.cluster import Unreachable
 from nsparq.admin.collect.history import RANGES
-from nsparq.admin.collect.merge import node_topic, number, objects, text
 from nsparq.admin.collect.search import Results, search
 from nsparq.admin.health import Severity
 from nsparq.admin.routing import path_values, topic_and_channel, with_etag
 from nsparq.admin.security import FORM_TYPE, PAGE_HEADERS, TOKEN_COOKIE, cookie
 from nsparq.admin.show.dead_letters import DeadLetterPages
 from nsparq.admin.show.messages import LINES_TYPE, MessagePages
+from nsparq.admin.show.nodes import NodePages
 from nsparq.admin.show.order import Order, Paging
 from nsparq.admin.show.templating import Assets, make_environment
 from nsparq.http.api import ApiError, Endpoint, Request, Response
@@ -39,9 +38,6 @@ __all__ = ["Pages", "error_text"]
 HTML_TYPE: Final = "text/html; charset=utf-8"
 MAX_ROWS: Final = 200
 """Rows of a table on one page."""
-MAX_NODE_TOPICS: Final = 20
-MAX_NODE_ROWS: Final = 400
-"""Rows of topics, channels and consumers on the page of a node."""
 CHANNEL_FIGURES: Final = (
     "depth",
     "oldest_message_age_s",
@@ -111,14 +107,14 @@ class Pages:
         self._environment = make_environment(self.assets, admin.base)
 
     def endpoints(self) -> list[Endpoint]:
-        shown = MessagePages(self._admin)
+        shown, nodes = MessagePages(self._admin), NodePages(self._admin)
         pages: list[tuple[str, str, Show, str]] = [
             ("/", "read", self.overview, "What needs attention."),
             ("/topics", "read", self.topics, "All topics."),
             ("/topics/{topic}", "read", self.topic, "A topic."),
             ("/topics/{topic}/{channel}", "read", self.channel, "A channel."),
-            ("/nodes", "read", self.nodes, "All nodes."),
-            ("/nodes/{node}", "read", self.node, "A node."),
+            ("/nodes", "read", nodes.all, "All nodes."),
+            ("/nodes/{node}", "read", nodes.one, "A node."),
             ("/lookup", "read", self.lookup, "nsqlookupds, and inactive topics."),
             ("/counter", "read", self.counter, "The message count."),
             ("/messages/{topic}", "subscribe", shown.messages, "Messages of a topic."),
@@ -351,59 +347,6 @@ class Pages:
         states = (self._watch.nodes.get(address) for address in nodes)
         return any(state is not None and state.has(feature) for state in states)
 
-    async def nodes(self, request: Request) -> Response:
-        await self._watch.wait_for_first()
-        words = request.parameters.get("q", "").strip()
-        rows = [
-            (state, self._watch.nodes_table.latest((address,)) or {})
-            for address, state in self._watch.nodes.items()
-            if words.lower() in f"{state.node.hostname} {address}".lower()
-        ]
-        columns: dict[str, Callable[[Any], Any]] = {
-            "name": lambda row: row[0].node.address,
-            "version": lambda row: row[0].node.version,
-            "topics": lambda row: len(row[0].node.topics),
-            **{figure: _figure(figure) for figure in self._watch.nodes_table.figures},
-        }
-        order = Order(request, columns)
-        paging = Paging(request, order.sorted(rows), MAX_ROWS)
-        return self.render(
-            request,
-            "nodes.html",
-            paging=paging,
-            order=order,
-            words=words,
-            lookupds=self._admin.cluster.lookupds,
-        )
-
-    async def node(self, request: Request) -> Response:
-        (address,) = path_values(request)
-        found = await self._admin.cluster.node_stats(address)
-        words = request.parameters.get("q", "").strip()
-        stats, now_s = found.value, time.time()
-        wanted = [topic for topic in stats.topics if words.lower() in text(topic, "topic_name").lower()]
-        columns: dict[str, Callable[[Any], Any]] = {
-            "name": lambda topic: text(topic, "topic_name").lower(),
-            "depth": lambda topic: sum(number(one, "depth") for one in (topic, *objects(topic, "channels"))),
-            "message_count": lambda topic: number(topic, "message_count"),
-        }
-        order = Order(request, columns)
-        paging = Paging(request, order.sorted(wanted), MAX_NODE_TOPICS)
-        shown = (node_topic(stats.node, topic, now_s, clients=True) for topic in paging.rows)
-        return self.render(
-            request,
-            "node.html",
-            node=address,
-            stats=stats,
-            words=words,
-            order=order,
-            paging=paging,
-            topics=[*_within(shown, MAX_NODE_ROWS)],
-            message=found.message,
-            state=self._watch.nodes.get(address),
-            rates=self._watch.nodes_table.latest((address,)) or {},
-        )
-
     async def search(self, request: Request) -> Response:
         await self._watch.wait_for_first()
         words = request.parameters.get("q", "").strip()
@@ -451,12 +394,3 @@ def _figure(name: str) -> Callable[[tuple[Any, Mapping[str, float]]], Any]:
 def _field(name: str) -> Callable[[tuple[Mapping[str, Any], Any]], Any]:
     """A field of the object of such a row."""
     return lambda row: row[0][name]
-
-
-def _within(topics: Iterable[Mapping[str, Any]], rows: int) -> Iterator[Mapping[str, Any]]:
-    """As many topics, with their channels and consumers, as fit into `rows`; at least one."""
-    for topic in topics:
-        yield topic
-        rows -= 1 + sum(1 + len(channel["clients"] or ()) for channel in topic["channels"])
-        if rows <= 0:
-            return

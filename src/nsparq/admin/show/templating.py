@@ -96,6 +96,7 @@ def make_environment(assets: Assets, base: str) -> Environment:
         "bytes": size,
         "time": moment,
         "when": when,
+        "address": address,
         "cut_headers": cut_headers,
         "percent": lambda value: UNKNOWN if _is_unknown(value) else f"{value:.0%}",
     }
@@ -169,6 +170,12 @@ def when(value: Any) -> str | Markup:
     if text == UNKNOWN:
         return text
     return Markup('<time datetime="{}Z">{}</time>').format(text.replace(" ", "T"), text)
+
+
+def address(value: str) -> Markup:
+    """`host:port`, which a narrow column breaks before the port and not inside it."""
+    host, colon, port = value.rpartition(":")
+    return Markup("{}<wbr>{}").format(host, colon + port)
 
 
 def cut_headers(headers: Mapping[str, str], limit: int) -> list[tuple[str, str]]:
