@@ -1,7 +1,7 @@
 """The options of nsqd: one table for flags, TOML file, help and reference page.
 
 `python -m nsparq.options --markdown` (or `--toml`) prints the checked-in copies under
-docs/reference.
+docs/reference. The module is longer than others because the table is one piece.
 """
 
 import hashlib

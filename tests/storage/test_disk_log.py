@@ -14,6 +14,7 @@ import pytest
 from nsparq.errors import WriteFailed
 from nsparq.storage.batch import BatchCache
 from nsparq.storage.disk_log import DiskLog
+from nsparq.storage.doubtful import replace_by_copy
 from nsparq.storage.files import Buffer, Files
 from nsparq.storage.log import Durability
 from nsparq.storage.segment import Cold
@@ -1102,10 +1103,10 @@ def test_a_doubtful_segment_is_copied(tmp_path: Path) -> None:
     (segment,) = log.doubtful
     files.fail("sync", errno.EIO)
     with pytest.raises(OSError, match="Input/output"):
-        segment.replace_by_copy()
+        replace_by_copy(segment)
     files.asked.clear()
     inode = segment.path.stat().st_ino
-    segment.replace_by_copy()
+    replace_by_copy(segment)
     segment.copied()
     assert log.doubtful == []
     assert files.asked == [segment.path.stat().st_ino] != [inode]
@@ -1141,7 +1142,7 @@ def test_a_copy_reports_messages_that_the_system_dropped(
     with path.open("r+b") as file:
         file.seek(places(path)[1].position + 50)
         file.write(b"not what was written")
-    segment.replace_by_copy()
+    replace_by_copy(segment)
     assert "lost to a failed fsync" in caplog.text
     crash(log)
     log = open_log(tmp_path)

@@ -46,7 +46,10 @@ logger = logging.getLogger(__name__)
 
 
 class Nsqadmin:
-    """start() and stop() once each. Everything runs on the loop that start() is called on."""
+    """start() and stop() once each. Everything runs on the loop that start() is called on.
+
+    More than 20 attributes: it ties the parts of nsqadmin together.
+    """
 
     def __init__(self, options: NsqadminOptions) -> None:
         """Raises StartError for a policy file that cannot be used."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from nsparq.broker.ephemeral import bound_memory
 from nsparq.broker.reclaim import reclaim
 from nsparq.errors import SyncFailed
+from nsparq.storage.doubtful import replace_by_copy
 from nsparq.storage.files import Work
 from nsparq.storage.segment import Segment
 from nsparq.storage.state_files import ChannelState, StateFile
@@ -320,7 +321,7 @@ class Upkeep:
             self._note_sync(topic, error)
 
         self._copying.add(topic)
-        self._broker.try_in_background(segment.replace_by_copy, copied)
+        self._broker.try_in_background(partial(replace_by_copy, segment), copied)
 
     def _sync_pending(self) -> None:
         """Sync what was written without a sync: checkpoints, states of topics, names. Uses one

@@ -81,7 +81,10 @@ class Upload:
 
 
 class Archiving:
-    """The archive of an nsqd: broker.broker.Archive."""
+    """The archive of an nsqd: broker.broker.Archive.
+
+    More than 20 attributes: its parts, the work under way, and what /metrics shows of it.
+    """
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from nsparq.errors import CorruptBatch, WriteFailed
 from nsparq.packed import PackedBodies
 from nsparq.storage.archived import SegmentSource
 from nsparq.storage.batch import Batch, BatchCache, BatchList
+from nsparq.storage.doubtful import replace_by_copy, sync_each
 from nsparq.storage.files import Files
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.log import Durability, Group, LogPositions, LogSettings, check_reach
@@ -165,7 +166,7 @@ class DiskLog:
         self.sync_now()
         for segment in self.doubtful:
             try:
-                segment.replace_by_copy()
+                replace_by_copy(segment)
             except OSError as error:
                 raise WriteFailed(f"{self.directory.name}: {error}") from error
             segment.copied()
@@ -186,11 +187,7 @@ class DiskLog:
         if self.unsynced or self.is_syncing:
             return False
         for segment in self.segments:
-            try:
-                segment.cut_to_size()
-            except OSError as error:
-                logger.warning("%s: keeps more disk space than it needs: %s", segment.path.name, error)
-            segment.close()
+            segment.release()
         return True
 
     def change_settings(self, settings: LogSettings) -> None:
@@ -428,14 +425,7 @@ class DiskLog:
                 raise WriteFailed(f"{self.directory.name}: {error}") from error
 
     def sync_since(self, sequence: int) -> None:
-        for segment in self.segments:
-            if segment.is_local and segment.end > sequence:
-                try:
-                    with self._files.opened(segment.path, read_only=True) as fd:
-                        self._files.sync(fd)
-                except OSError as error:
-                    segment.is_doubtful = True
-                    logger.error("%s: fsync failed: %s", segment.path, error)
+        sync_each(segment for segment in self.segments if segment.is_local and segment.end > sequence)
 
     # removing
 

@@ -43,7 +43,6 @@ COPY_SUFFIX: Final = ".log.copy"
 """Suffix of a segment's copy while it is written."""
 FOREIGN_SUFFIX: Final = ".log.foreign"
 """Suffix of a file that was found in the place of a segment and belongs to another log."""
-_COPY_SIZE: Final = 1 << 20
 _ZEROS: Buffer = memoryview(bytes(16 << 10))
 """Short, so that they stay in the processor's cache."""
 
@@ -90,7 +89,7 @@ class Segment:
         self.is_doubtful = False
         """Whether an fsync failed. The system may then drop what it could not write, and still
         report success for a second fsync of the same file. So nothing more is appended, and the
-        segment must be copied: see replace_by_copy()."""
+        segment must be copied: see storage.doubtful."""
         self.entry: SegmentEntry | None = None
         """What the archive has confirmed; None for nothing."""
         self._fd = -1
@@ -100,7 +99,7 @@ class Segment:
         self._prepared = 0
         """Size of the file with the zeros after `size`; 0 if there are none."""
         self._may_prepare = files.grows_ahead
-        self._damage: dict[int, int] = {}
+        self.damage: dict[int, int] = {}
         """Start and end of unreadable bytes."""
 
     # writing
@@ -170,6 +169,14 @@ class Segment:
             self.files.close(self._fd)
             self._fd = -1
 
+    def release(self) -> None:
+        """Close the file, without the prepared zeros."""
+        try:
+            self.cut_to_size()
+        except OSError as error:
+            logger.warning("%s: keeps more disk space than it needs: %s", self.path.name, error)
+        self.close()
+
     def detach(self) -> int:
         """Give the file's descriptor away; the caller closes it."""
         fd, self._fd = self.fd, -1
@@ -184,36 +191,10 @@ class Segment:
         self.files.never_sync(self.index_path)
         self.has_index = True
 
-    def replace_by_copy(self) -> None:
-        """Replace the file by a synced copy: after a failed fsync, only a new file can be known to
-        be on disk. Nothing may be appended any more. A thread may call this. Raises OSError, with
-        the file as it was."""
-        copy = self.path.with_suffix(COPY_SUFFIX)
-        files = self.files
-        with files.opened(self.path, read_only=True) as source, files.opened(copy) as target:
-            files.truncate(target, 0)
-            for position in range(0, self.size, _COPY_SIZE):
-                size = min(_COPY_SIZE, self.size - position)
-                files.write(target, [files.read(source, size, position)], position)
-            files.sync(target)
-            self._log_new_damage(target)
-        files.rename(copy, self.path)
-        files.sync_names(self.path.parent)
-
     def copied(self) -> None:
-        """replace_by_copy() is done: the segment is safe again."""
+        """doubtful.replace_by_copy() is done: the segment is safe again."""
         self.is_doubtful = False
         self.close()
-
-    def _log_new_damage(self, fd: int) -> None:
-        """Report messages that the system dropped because it could not write them."""
-
-        def read(size: int, position: int) -> bytes:
-            return self.files.read(fd, size, position)
-
-        for item in scan(read, self.size, first=self.base):
-            if isinstance(item, Damage) and item.position not in self._damage:
-                self._log_damage(item.position, "messages are lost to a failed fsync")
 
     def _log_damage(self, position: int, reason: str) -> None:
         logger.error("%s", CorruptBatch(self.path, position, reason))
@@ -264,7 +245,7 @@ class Segment:
         for item in scan(self._read_at, self.size, first=self.base):
             if isinstance(item, Damage):
                 found.append(item)
-                self._damage[item.position] = item.end
+                self.damage[item.position] = item.end
             else:
                 head = item.head
                 self.note(item.position, head.base, head.end, head.timestamp_ns, head.due_ns)
@@ -278,7 +259,7 @@ class Segment:
                 )  # fmt: skip
             if last or is_prepared:
                 found.pop()
-                del self._damage[torn.position]
+                del self.damage[torn.position]
                 self.files.truncate(self.fd, torn.position)
                 self.size = torn.position
         for damage in found:
@@ -348,9 +329,9 @@ class Segment:
 
     def note_damage(self, position: int, end: int) -> bool:
         """Note unreadable bytes. False if they are known already."""
-        if position in self._damage:
+        if position in self.damage:
             return False
-        self._damage[position] = end
+        self.damage[position] = end
         self._log_damage(position, f"{end - position} bytes unreadable")
         return True
 
@@ -362,12 +343,12 @@ class Segment:
         """
         position, expected = place
         while position < self.size:
-            if position in self._damage:
-                position, expected = self._damage[position], -1
+            if position in self.damage:
+                position, expected = self.damage[position], -1
                 continue
             block = self._block(position, READ_SIZE, wait)
             offset = 0
-            while offset < len(block) and position + offset not in self._damage:
+            while offset < len(block) and position + offset not in self.damage:
                 head = decode_head(block, offset)
                 if head is None:
                     if len(block) - offset < HEADER_SIZE and position + len(block) < self.size:
@@ -446,7 +427,7 @@ class Segment:
         """Note damage at `position`, so that the next read continues after it. A batch that begins
         with the number `expected` should be there; -1 if the number is not known."""
         known = None if expected < 0 else expected
-        self._damage[position] = end_of_damage(self._read_at, position, self.size, known)
+        self.damage[position] = end_of_damage(self._read_at, position, self.size, known)
         return CorruptBatch(self.path, position, reason)
 
 

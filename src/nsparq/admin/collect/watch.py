@@ -78,7 +78,10 @@ class NodeState:
 
 
 class Watch:
-    """start() and close() once each. The rest may be read at any time, on the loop's thread."""
+    """start() and close() once each. The rest may be read at any time, on the loop's thread.
+
+    More than 20 attributes: the tables of the history, and what the last poll found.
+    """
 
     def __init__(
         self,

@@ -21,8 +21,8 @@ from nsparq.admin.change.policies import FIELDS, parse_fields
 from nsparq.admin.change.settings import NAMES, BadSetting, parse_setting
 from nsparq.admin.security import FORM_TYPE, SESSION_COOKIE, Access, Actor, cookie
 from nsparq.admin.show.dead_letters import FILTER, filter_of
+from nsparq.admin.show.error_texts import error_text
 from nsparq.admin.show.form import Form, chosen_message
-from nsparq.admin.show.pages import error_text
 from nsparq.http.api import ApiError, Endpoint, Handler, Request, Response
 from nsparq.server.auth.grants import AuthFailed
 

@@ -24,6 +24,7 @@ from nsparq.admin.health import Severity
 from nsparq.admin.routing import path_values, topic_and_channel, with_etag
 from nsparq.admin.security import FORM_TYPE, PAGE_HEADERS, TOKEN_COOKIE, cookie
 from nsparq.admin.show.dead_letters import DeadLetterPages
+from nsparq.admin.show.error_texts import ERRORS, error_text
 from nsparq.admin.show.messages import LINES_TYPE, MessagePages
 from nsparq.admin.show.nodes import NodePages
 from nsparq.admin.show.order import Order, Paging
@@ -33,7 +34,7 @@ from nsparq.http.api import ApiError, Endpoint, Request, Response
 if TYPE_CHECKING:
     from nsparq.admin.daemon import Nsqadmin
 
-__all__ = ["Pages", "error_text"]
+__all__ = ["Pages"]
 
 HTML_TYPE: Final = "text/html; charset=utf-8"
 MAX_ROWS: Final = 200
@@ -74,27 +75,7 @@ PIPELINE_COLUMNS: Final = (
 )
 PROBLEM_COUNT: Final = "X-Problem-Count"
 """Header with the number of problems, for open pages."""
-ERRORS: Final = {
-    "TOPIC_NOT_FOUND": "topic not found",
-    "CHANNEL_NOT_FOUND": "channel not found",
-    "NODE_NOT_FOUND": "node not found",
-    "NO_PRODUCERS": "no node has this topic",
-    "FORBIDDEN": "you are not allowed to do this",
-    "INVALID_TOPIC": "not a valid topic name",
-    "INVALID_CHANNEL": "not a valid channel name",
-    "MSG_EMPTY": "the message is empty",
-    "NOTHING_CHOSEN": "no messages are selected",
-    "SAME_TOPIC": "the messages are already in this topic: enter another one",
-    "POLICY_REFUSED": "a node refuses the policy, and none has changed",
-    "ORDER_REFUSED": "a node refuses this key, and none has changed",
-    "NOT_SUPPORTED": "the nodes run NSQ's own nsqd, which does not support this",
-}
-"""Error codes in words."""
 Show = Callable[[Request], Awaitable["Response"]]
-
-
-def error_text(error: ApiError) -> str:
-    return str(error.more.get("reason", "")) or ERRORS.get(error.code, error.code)
 
 
 class Pages:
