@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from nsparq.broker import delivery
 from nsparq.broker.stats import channel_stats
 from nsparq.broker.tagged import DEAD_LETTERS
 from nsparq.dead_letter import ORIGIN_HEADERS, DeadLetter
@@ -402,6 +403,25 @@ def test_expired_messages_can_be_dropped_and_are_counted(rig: Rig):
     stats = channel_stats(rig.channel())
     assert (stats["depth"], stats["expired_count"], stats["dead_letter_count"]) == (0, 2500, 0)
     assert "t.dead" not in rig.broker.topics
+
+
+@pytest.mark.parametrize("expired", ["dead_letters", "drop"])
+@pytest.mark.parametrize(("number", "pump_ns"), [(2500, delivery.PUMP_NS), (25, -1)])
+def test_no_expired_message_is_delivered_however_many_there_are(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, expired: str, number: int, pump_ns: int
+):
+    """Their letters are written in portions, and a turn ends when its time is up."""
+    monkeypatch.setattr(delivery, "PUMP_NS", pump_ns)
+    set_policy(rig, expire_after=60, expired=expired)
+    rig.publish("t", *[b"old"] * number)
+    rig.clock.advance(61)
+    rig.publish("t", b"young")
+    client = rig.subscribe(rdy=2500)
+    while rig.broker.next_turn._channels:
+        rig.turn()
+    assert client.take_bodies() == [b"young"]
+    stats = channel_stats(rig.channel())
+    assert stats["expired_count"] + stats["dead_letter_count"] == number
 
 
 def test_messages_expire_without_any_consumer(rig: Rig):

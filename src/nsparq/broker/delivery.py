@@ -114,7 +114,7 @@ class Delivery:
         stop_ns = self._topic.broker.monotonic_ns() + PUMP_NS
         can_send = not (channel.paused or channel.hold)
         if channel.retries.expires and stop_ns > channel.retries.none_expires_before_ns:
-            channel.retries.expire_new(stop_ns)
+            can_send = channel.retries.expire_new(stop_ns) and can_send
         if self._unfinished.given_up:
             channel.dead_letters.write()
         keys = self._unfinished.keys

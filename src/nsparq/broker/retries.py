@@ -108,27 +108,31 @@ class Retries:
         else:
             channel.dead_letters.add(sequence, GivenUp(attempts, "expired", ""))
 
-    def expire_new(self, stop_ns: int) -> None:
-        """Take messages at the cursor that are too old out of delivery, until `stop_ns` at most."""
+    def expire_new(self, stop_ns: int) -> bool:
+        """Take messages at the cursor that are too old out of delivery, until `stop_ns` at most.
+        False if one may be left there: then this turn must send nothing."""
         channel, cursor, delivery = self._channel, self._channel.cursor, self._channel.delivery
         try:
-            while len(channel.unfinished.given_up) < MAX_EXPIRED and delivery.reading is None:
+            while delivery.reading is None:
                 batch = delivery.find_batch()
                 if batch is None:
-                    return
+                    return True
                 left_ns = self._time_left_ns(batch.timestamp_of(cursor.position - batch.base))
                 if left_ns >= 0:
                     now_ns = channel.topic.broker.monotonic_ns()
                     self.none_expires_before_ns = now_ns + int(min(left_ns, EXPIRY_CHECK_NS))
-                    return
+                    return True
+                if len(channel.unfinished.given_up) >= MAX_EXPIRED:
+                    break
                 cursor.position += 1
                 self.expire(cursor.position - 1, 0)
                 channel.mark_changed()
                 if channel.topic.broker.monotonic_ns() > stop_ns:
                     channel.topic.broker.next_turn.add_channel(channel)
-                    return
+                    break
         except (Cold, OSError) as error:
             cannot_read(channel, error)
+        return False
 
     # on disk
 
