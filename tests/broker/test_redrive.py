@@ -103,6 +103,25 @@ def test_a_message_comes_back_with_its_headers(make_rig: MakeRig, is_gone: bool,
     assert (message.body, message.block) == (b"\xff", block)
 
 
+@pytest.mark.parametrize("damage", ["missing", "empty"])
+def test_messages_that_come_back_and_get_lost_are_counted(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture, damage: str
+):
+    rig = make_rig(max_bytes_per_file=2000)
+    give_up(rig, b"one", b"two")
+    forget_log(rig)
+    assert redrive(rig).redriven == 2
+    path = rig.topic_directory() / "c.carry"
+    rig.broker.close()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(b"")
+    rig.start()
+    assert rig.channel().dropped_count == 2
+    assert "2 unfinished messages are lost" in caplog.text
+
+
 def test_a_letter_of_an_earlier_version_goes_back(rig: Rig):
     rig.channel()
     rig.publish("t", b"one")

@@ -246,3 +246,15 @@ def test_messages_finished_during_a_copy_are_forgotten(files: FaultyFiles, path:
     again = CarriedFile(files, path)
     assert {1, 2, 3, 99} <= {*again.load()}
     assert contents(again, 99, 2) == [Message(99, b"more", NOW_NS), Message(2, b"02" * 50_000, NOW_NS + 2)]
+
+
+def test_a_kill_amid_the_first_write_leaves_no_file(files: FaultyFiles, path: Path) -> None:
+    """An empty file would look like damage at the next start."""
+    made = CarriedFile(files, path)
+    files.fail("write")
+    with pytest.raises(OSError, match="No space"):
+        made.add(MESSAGES)
+    assert not path.exists()
+    made.add(MESSAGES)
+    again = CarriedFile(files, path)
+    assert again.load() == [5, 9, 100] and not again.is_damaged

@@ -48,7 +48,8 @@ class Checkpoint:
             paused=channel.paused,
             skips=[*cursor.skips.ranges],
             replay=cursor.replay if cursor.position < cursor.replay[0] else (0, 0),
-            carried_before=channel.carried_over.before,
+            # What the log has dropped is finished or carried over, also after a redrive.
+            carried_before=max(channel.carried_over.before, topic.log.start),
             incarnation=topic.incarnation,
             channel=channel.name,
             disk_end=topic.log.disk_end,

@@ -91,9 +91,14 @@ class CarriedFile:
     def write_encoded(self, messages: Iterable[tuple[int, bytes]]) -> Places:
         """The same as write(), for messages that are encoded, with their numbers."""
         encoded = dict(messages)
-        with self._files.opened(self._path) as fd:
-            self._files.write(fd, [b"".join(encoded.values())], self._size)
-            self._files.sync(fd)
+        content = b"".join(encoded.values())
+        if self._size:
+            with self._files.opened(self._path) as fd:
+                self._files.write(fd, [content], self._size)
+                self._files.sync(fd)
+        else:
+            # A kill must not leave an empty file: load() would take it for damage.
+            self._files.replace(self._path, content, sync=True)
         sizes = [*map(len, encoded.values())]
         places = zip(accumulate(sizes, initial=self._size), sizes, strict=False)
         return dict(zip(encoded, places, strict=True))
