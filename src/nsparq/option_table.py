@@ -305,14 +305,7 @@ class OptionTable(Generic[T]):
 
         Raises CommandLineExit, or OptionError if the config file cannot be used.
         """
-        try:
-            commands, from_flags = self.read_flags(arguments)
-        except HelpWanted:
-            raise CommandLineExit(self.usage(), 0) from None
-        except FlagError as error:
-            self.refuse(self.explained(error))
-        if commands.get("version"):
-            raise CommandLineExit(version_line(self.program) + "\n", 0)
+        commands, from_flags = self.read_flags_or_exit(arguments)
         from_file: dict[str, Any] = {}
         warnings: list[str] = []
         if path := commands.get("config"):
@@ -320,6 +313,18 @@ class OptionTable(Generic[T]):
             warnings += [f"{path}: unknown key {key} ignored" for key in unknown]
         values = from_file | from_flags
         return self._options_class(**values), warnings
+
+    def read_flags_or_exit(self, arguments: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """read_flags(), with CommandLineExit for wrong flags, `--help` and `--version`."""
+        try:
+            commands, values = self.read_flags(arguments)
+        except HelpWanted:
+            raise CommandLineExit(self.usage(), 0) from None
+        except FlagError as error:
+            self.refuse(self.explained(error))
+        if commands.get("version"):
+            raise CommandLineExit(version_line(self.program) + "\n", 0)
+        return commands, values
 
     def refuse(self, reason: str) -> NoReturn:
         """The command line is wrong."""

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Final, Protocol, TypeVar
 from nsparq.client import Config, Consumer
 from nsparq.client.connect.connection import checked_addresses
 from nsparq.client.connect.lookup import lookup_url
-from nsparq.flags import FlagError, HelpWanted
 from nsparq.names import is_valid_name
 from nsparq.option_table import (
     BOOL,
@@ -19,13 +18,12 @@ from nsparq.option_table import (
     INT,
     STRINGS,
     CommandFlag,
-    CommandLineExit,
     Option,
     OptionError,
     OptionTable,
     opt,
 )
-from nsparq.version import NSQ_VERSION, __version__, version_line
+from nsparq.version import NSQ_VERSION, __version__
 
 __all__ = [
     "SCOPE_VARIABLE",
@@ -74,15 +72,7 @@ class ToolTable(OptionTable[T]):
 
     def read(self, arguments: Sequence[str]) -> T:
         """The options, not yet validated. Raises CommandLineExit."""
-        try:
-            commands, values = self.read_flags(arguments)
-        except HelpWanted:
-            raise CommandLineExit(self.usage(), 0) from None
-        except FlagError as error:
-            self.refuse(self.explained(error))
-        if commands.get("version"):
-            raise CommandLineExit(version_line(self.program) + "\n", 0)
-        return self._options_class(**values)
+        return self._options_class(**self.read_flags_or_exit(arguments)[1])
 
     def check(self, options: T) -> None:
         """Raises OptionError or ConfigError."""
