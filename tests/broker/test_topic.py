@@ -808,3 +808,30 @@ def test_a_client_may_subscribe_to_a_topic_that_is_new(rig: Rig):
     client = FakeClient()
     rig.broker.subscribe(client, "new", "c")
     assert client.channel is rig.broker.topics["new"].channels["c"]
+
+
+@pytest.mark.parametrize("has_channel", [False, True])
+def test_a_pause_that_cannot_be_kept_does_not_happen(rig: Rig, has_channel: bool):
+    topic = rig.topic()
+    client = rig.subscribe(rdy=10) if has_channel else None
+    rig.publish("t", b"one")
+    rig.files.fail("replace", "topic.json")
+    with pytest.raises(OSError, match="No space"):
+        topic.pause()
+    rig.publish("t", b"two")
+    assert not topic.paused
+    if client is not None:
+        assert client.take_bodies() == [b"one", b"two"]
+    rig.files.heal()
+    topic.pause()
+    rig.publish("t", b"three")
+    rig.files.fail("replace", "topic.json")
+    with pytest.raises(OSError, match="No space"):
+        topic.unpause()
+    rig.turn()
+    assert topic.paused and (client is None or client.take() == [])
+    rig.files.heal()
+    topic.unpause()
+    rig.turn()
+    found = [b"three"] if has_channel else [b"one", b"two", b"three"]
+    assert (client or rig.subscribe(rdy=10)).take_bodies() == found

@@ -306,19 +306,25 @@ class Topic:
     # management
 
     def pause(self) -> None:
-        if not self.paused:
-            if not self.channels:
-                self.visible_end = self.origin
-            self.paused = True
-        self.checkpoint.write()
-        self.broker.topic_changed(self)
+        """Raises OSError, and then changes nothing."""
+        is_empty = not self.paused and not self.channels
+        self._set_paused(True, self.origin if is_empty else self.visible_end)
 
     def unpause(self) -> None:
-        if self.paused:
-            before, self.visible_end = self.visible_end, self.log.end
-            self.paused = False
+        """Raises OSError, and then changes nothing."""
+        was_paused, before = self.paused, self.visible_end
+        self._set_paused(False, self.log.end if was_paused else before)
+        if was_paused:
             self._show(before)
-        self.checkpoint.write()
+
+    def _set_paused(self, paused: bool, visible_end: int) -> None:
+        before = self.paused, self.visible_end
+        self.paused, self.visible_end = paused, visible_end
+        try:
+            self.checkpoint.write()
+        except OSError:
+            self.paused, self.visible_end = before
+            raise
         self.broker.topic_changed(self)
 
     def empty(self) -> None:
