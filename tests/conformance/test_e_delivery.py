@@ -288,3 +288,21 @@ def test_paused_topic_keeps_its_messages_until_unpaused(broker, topic, channel):
         broker.control("unpause", topic)
         assert connection.read_message().body == b"held"
         wait_until(lambda: broker.topic_stats(topic)["depth"] == 0)
+
+
+def test_where_nobody_asked_for_policies_or_headers_everything_is_as_in_nsq(broker, topic, channel):
+    broker.publish(topic, b'{"key": 1, "n": 1}', b'{"key": 1, "n": 2}')
+    topics = {one["topic_name"] for one in broker.stats()["topics"]}
+    with broker.connect() as connection:
+        assert "headers" not in connection.identify(feature_negotiation=True)
+        connection.sub(topic, channel, rdy=2)
+        # Both at a time: the same value of a field is no key.
+        first, second = connection.read_messages(2)
+        connection.fin(second.id)
+        for attempt in range(2, 22):
+            connection.req(first.id)
+            (again,) = connection.read_messages(1)
+            assert (again.id, again.body, again.attempts) == (first.id, first.body, attempt)
+        connection.fin(first.id)
+        connection.barrier()
+    assert {one["topic_name"] for one in broker.stats()["topics"]} == topics
