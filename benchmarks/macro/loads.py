@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
 
@@ -224,7 +225,7 @@ def fanout8(run: Round) -> Figures:
     return figures
 
 
-def single_pub(run: Round) -> Figures:
+def publish_single(run: Round) -> float:
     p = run.parameters
     roles = [
         (
@@ -243,7 +244,11 @@ def single_pub(run: Round) -> Figures:
             shares(p.single_messages, p.producers), shares(p.connections, p.producers), strict=True
         )
     ]
-    return {"single_pub": Figure(rate(p.single_messages, run.work(roles)), "msg/s")}
+    return rate(p.single_messages, run.work(roles))
+
+
+def single_pub(run: Round) -> Figures:
+    return {"single_pub": Figure(publish_single(run), "msg/s")}
 
 
 HEADER_PASSES = 9
@@ -251,10 +256,12 @@ HEADER_PASSES = 9
 
 def headers(run: Round) -> Figures:
     """What headers cost: messages of the same size with and without one, in short passes in turn, on
-    one broker. The size counts the header."""
+    one broker. The size counts the header. The processor time of the broker varies less than the rate
+    on a busy machine."""
     p = run.parameters
     header_bytes = len(with_headers(b""))
     rates: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    costs: dict[tuple[str, bool], list[float]] = defaultdict(list)
     for number in range(HEADER_PASSES):
         for has_headers in (False, True) if number % 2 == 0 else (True, False):
             part = replace(
@@ -266,18 +273,31 @@ def headers(run: Round) -> Figures:
             )
             one = Round(run.broker, run.crew, part)
             one.create_channel()
-            rates["publish", has_headers].append(one.publish(part.messages))
-            rates["consume", has_headers].append(one.consume(part.messages))
-            single = single_pub(Round(run.broker, run.crew, part))
-            rates["single_pub", has_headers].append(single["single_pub"].value)
+            steps: dict[str, Callable[[], float]] = {
+                "publish": partial(one.publish, part.messages),
+                "consume": partial(one.consume, part.messages),
+                "single_pub": partial(publish_single, Round(run.broker, run.crew, part)),
+            }
+            for name, step in steps.items():
+                used = run.cpu_seconds()
+                rates[name, has_headers].append(step())
+                if used is not None:
+                    costs[name, has_headers].append((run.cpu_seconds() or 0.0) - used)
     figures: Figures = {}
     for name in ("publish", "consume", "single_pub"):
-        without, with_one = rates[name, False], rates[name, True]
-        ratios = [one / other for one, other in zip(with_one, without, strict=True)]
-        figures[f"{name}, no headers"] = Figure(statistics.median(without), "msg/s")
-        figures[f"{name}, a header"] = Figure(statistics.median(with_one), "msg/s")
-        figures[f"{name}, a header, share"] = Figure(statistics.median(ratios), "of 1")
+        figures[f"{name}, no headers"] = Figure(statistics.median(rates[name, False]), "msg/s")
+        figures[f"{name}, a header"] = Figure(statistics.median(rates[name, True]), "msg/s")
+        share = median_ratio(rates[name, True], rates[name, False])
+        figures[f"{name}, a header, share"] = Figure(share, "of 1")
+        if costs[name, True]:
+            cost = median_ratio(costs[name, True], costs[name, False])
+            figures[f"{name}, a header, ratio of broker CPU"] = Figure(cost, "x")
     return figures
+
+
+def median_ratio(ones: Sequence[float], others: Sequence[float]) -> float:
+    """Of pairs that were measured one after the other."""
+    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
 
 
 def latency(run: Round) -> Figures:

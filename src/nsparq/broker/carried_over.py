@@ -107,7 +107,8 @@ class CarriedOver:
 
     def note_named(self, state: ChannelState) -> None:
         """Note the messages that the checkpoint on disk names."""
-        self._named = state.sequences
+        # A copy: after a restart it would keep the whole state file in memory.
+        self._named = state.sequences.copy()
 
     def begin(self, segments: list[Segment]) -> CarryJob | None:
         """Choose messages of these segments to be copied: some at a time, and none of a segment
