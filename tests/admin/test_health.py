@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from nsparq.admin.health import Severity, find_problems
 from tests.admin.polls import Polls, channel, said
@@ -219,3 +220,34 @@ def test_many_problems_of_a_kind_are_counted_and_not_listed() -> None:
     polls.poll(said(1, *(channel(f"c{number}", depth=1) for number in range(150))))
     found = find_problems(polls.watch)
     assert len(found) == 101 and "50 more" in found[-1].detail
+
+
+def of_cluster(role: str, *problems: str) -> dict[str, Any]:
+    return {"replication": {"cluster": "orders", "node": role, "role": role, "problems": [*problems]}}
+
+
+def test_a_degraded_cluster_is_a_warning_and_one_without_a_primary_is_critical() -> None:
+    polls = Polls()
+    polls.poll(of_cluster("primary"), of_cluster("follower"))
+    assert kinds(polls) == {}
+    # What a follower sees for a moment, its primary sees too.
+    polls.poll(of_cluster("primary"), of_cluster("waiting", "node b waits for a primary"))
+    assert kinds(polls) == {}
+    polls.poll(of_cluster("primary", "node b is lost", "no other node can take over"), None)
+    (problem,) = find_problems(polls.watch)
+    assert (problem.severity, problem.node) == (Severity.WARNING, "h1:4151")
+    assert problem.detail == "orders: node b is lost; no other node can take over"
+    polls.poll(of_cluster("waiting", "node a waits for a primary"), of_cluster("follower"))
+    assert kinds(polls) == {"replication": Severity.CRITICAL}
+
+
+def test_a_node_whose_copy_serves_has_not_left_with_its_messages() -> None:
+    polls = Polls()
+    polls.poll({**said(5, channel(depth=5)), **of_cluster("primary")}, of_cluster("follower"))
+    old = polls.watch.nodes["h1:4151"]
+    old.error, old.left_s = "connection refused", polls.time_s
+    polls.poll(None, of_cluster("primary"))
+    assert kinds(polls) == {}
+    # Nobody else has them.
+    old.replication = None
+    assert kinds(polls) == {"left": Severity.CRITICAL}

@@ -109,6 +109,7 @@ COMMANDS: Final[dict[str, tuple[Command, ...]]] = {
             "create secrets for clients, check a policy file",
             table="make_parser",
         ),
+        _own("replication", "replication", "show replicated nsqds, and move the primary"),
         _own("completion", "completion", "completion of commands, flags and topics for your shell"),
         Command(
             "deploy",

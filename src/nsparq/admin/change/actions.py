@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from nsparq.admin.collect.cluster import Changed, Cluster, Found, NotFound, Unreachable
-from nsparq.admin.collect.upstream import RequestFailed, Upstream
+from nsparq.admin.collect.upstream import BadStatus, RequestFailed, Upstream
 from nsparq.admin.security import Access, Actor
 from nsparq.fetch import without_secrets
 from nsparq.http.api import ApiError
@@ -171,6 +171,23 @@ class Actions:
             return errors + lookupds.errors + done.errors
 
         return await self.run("tombstone_topic_producer", actor, work, topic=topic, node=address)
+
+    async def switch_over(self, actor: Actor, address: str) -> str:
+        """Let a follower of this primary take over."""
+
+        async def work() -> list[str]:
+            node, errors = await self._cluster.node(address)
+            try:
+                await self._cluster.ask(node, "POST", "/replication/switch_over")
+            except BadStatus as error:
+                if error.code in ("NOT_REPLICATED", "NOT_POSSIBLE", "NOT_PRIMARY"):
+                    raise ApiError(409, error.code) from error
+                raise Unreachable("nsqd", [str(error)]) from error
+            except RequestFailed as error:
+                raise Unreachable("nsqd", [str(error)]) from error
+            return errors
+
+        return await self.run("switch_over", actor, work, node=address)
 
 
 def _kind(topic: str, channel: str) -> tuple[str, dict[str, str]]:

@@ -47,6 +47,8 @@ S = TypeVar("S")
 
 LOOKUPD: Final = "nsqlookupd"
 NSQD: Final = "nsqd"
+NOT_PRIMARY: Final = "NOT_PRIMARY"
+"""The code of a node that follows the primary of its cluster."""
 
 
 class Unreachable(ApiError):
@@ -288,7 +290,13 @@ class Cluster:
         query |= {"include_clients": str(clients).lower(), "include_mem": "false"}
 
         async def ask(node: Node) -> NodeStats:
-            answer = await self.get(node, "/stats", format="json", **query)
+            try:
+                answer = await self.get(node, "/stats", format="json", **query)
+            except BadStatus as error:
+                if error.code != NOT_PRIMARY:
+                    raise
+                # It keeps a copy of another node's data, and serves nothing itself.
+                answer = {"replication": await self.get(node, "/replication")}
             return NodeStats.parse(node, _object(answer))
 
         return await self._each(nodes, ask, NSQD)

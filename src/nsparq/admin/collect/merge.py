@@ -6,7 +6,7 @@ The input is not trusted: a field that is missing or of the wrong type counts as
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from nsparq.addresses import join_address
@@ -107,6 +107,8 @@ class NodeStats:
     topics: Sequence[Mapping[str, Any]]
     health: str = "OK"
     start_time: int = 0
+    replication: Mapping[str, Any] = field(default_factory=dict)
+    """What a node of a cluster of copies says of it; see replicated.py."""
 
     @classmethod
     def parse(cls, node: Node, fields: Any) -> NodeStats:
@@ -115,7 +117,14 @@ class NodeStats:
         health, topics = text(found, "health") or "OK", objects(found, "topics")
         if node.configured:
             node = replace(node, topics=tuple((text(one, "topic_name"), False) for one in topics))
-        return cls(node, topics, health, number(found, "start_time"))
+        replication = found.get("replication")
+        return cls(
+            node,
+            topics,
+            health,
+            number(found, "start_time"),
+            replication if isinstance(replication, dict) else {},
+        )
 
     @property
     def message_count(self) -> int:

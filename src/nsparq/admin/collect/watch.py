@@ -23,6 +23,7 @@ from nsparq.admin.collect.cluster import Cluster, Recalled, Unreachable
 from nsparq.admin.collect.gather import CHANNEL, CLIENT, NODE, TOPIC, TOTAL, Gatherer, Parts
 from nsparq.admin.collect.history import Table, Trend, steady_clock
 from nsparq.admin.collect.merge import Node, NodeStats
+from nsparq.admin.collect.replicated import Replicated
 from nsparq.admin.collect.upstream import BadStatus, RequestFailed
 
 __all__ = ["NodeState", "Watch"]
@@ -57,6 +58,8 @@ class NodeState:
     """Unix time since when no nsqlookupd lists it; None while one does."""
     health: str = "OK"
     start_time: int = 0
+    replication: Replicated | None = None
+    """Its cluster of copies, if it is in one."""
     features: frozenset[str] = frozenset()
     """Paths of its HTTP API beyond NSQ's; none for NSQ's own nsqd."""
     disk_free: int | None = None
@@ -75,6 +78,11 @@ class NodeState:
     def is_gone(self) -> bool:
         """It has left nsqlookupd, and does not answer."""
         return self.left_s is not None and bool(self.error)
+
+    @property
+    def is_standby(self) -> bool:
+        """It keeps a copy for another node: no nsqlookupd lists it, and that is right."""
+        return not self.error and self.replication is not None and not self.replication.is_primary
 
 
 class Watch:
@@ -311,6 +319,7 @@ class Watch:
                 figures = np.full(len(NODE), math.nan)
             else:
                 state.health, state.start_time = stats.health, stats.start_time
+                state.replication = Replicated.parse(stats.replication)
                 state.parts, sums = gathered.take(stats, state.parts, now_s)
                 total += sums
                 is_known = state.disk_free is not None and bool(state.disk_size)

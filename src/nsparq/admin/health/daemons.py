@@ -9,6 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from nsparq.admin.collect.history import fit
+from nsparq.admin.collect.replicated import Replicated
 from nsparq.admin.collect.watch import FORGET_S, NodeState, Watch
 from nsparq.admin.health.problem import Problem, Severity, duration
 from nsparq.admin.show.templating import size
@@ -47,7 +48,16 @@ def _lookups(watch: Watch) -> Iterator[Problem]:
 
 
 def _nodes(watch: Watch) -> Iterator[Problem]:
+    primaries = {
+        one.cluster
+        for state in watch.nodes.values()
+        if (one := state.replication) and not state.error and one.is_primary
+    }
     for address, state in watch.nodes.items():
+        if state.replication is not None and not state.error:
+            yield from _replication(address, state.replication, primaries)
+        if state.left_s is not None and (state.is_standby or _is_replaced(state, primaries)):
+            continue
         if state.left_s is not None:
             yield _left(address, state, watch.polled_s - state.left_s)
         elif state.error:
@@ -79,6 +89,32 @@ def _nodes(watch: Watch) -> Iterator[Problem]:
                 "Normal during an upgrade.",
                 node=address,
             )
+
+
+def _is_replaced(state: NodeState, primaries: set[str]) -> bool:
+    """Whether another node of its cluster serves its messages. That one reports what is missing."""
+    return bool(state.error) and state.replication is not None and state.replication.cluster in primaries
+
+
+def _replication(address: str, found: Replicated, primaries: set[str]) -> Iterator[Problem]:
+    if found.is_primary and found.problems:
+        yield Problem(
+            "replication",
+            Severity.WARNING,
+            "cluster is degraded",
+            f"{found.cluster}: {'; '.join(found.problems)}",
+            "Messages are safe, but the next failure may stop the cluster. See docs/how-to/replication.md.",
+            node=address,
+        )
+    elif found.cluster not in primaries:
+        yield Problem(
+            "replication",
+            Severity.CRITICAL,
+            "cluster has no primary",
+            f"{found.cluster}: {'; '.join(found.problems) or 'no primary is registered'}",
+            "Nobody serves its messages. Normal for seconds at a fail-over; otherwise see the nodes' logs.",
+            node=address,
+        )
 
 
 def _left(address: str, state: NodeState, ago_s: float) -> Problem:

@@ -13,7 +13,16 @@ from typing import Any, Final
 
 __all__ = ["Problem", "Severity", "duration", "in_order"]
 
-FIRST: Final = ("unhealthy", "unreachable", "left", "lookupd", "not registered", "disk", "pipeline")
+FIRST: Final = (
+    "unhealthy",
+    "unreachable",
+    "left",
+    "replication",
+    "lookupd",
+    "not registered",
+    "disk",
+    "pipeline",
+)
 """Kinds that come before others of the same severity, in this order: they are the cause of much
 else. Problems of channels follow, those with the most messages first."""
 LAST: Final = ("slow client", "webhook", "lost", "history", "version", "more")

@@ -19,6 +19,9 @@ ERRORS: Final = {
     "SAME_TOPIC": "the messages are already in this topic: enter another one",
     "POLICY_REFUSED": "a node refuses the policy, and none has changed",
     "ORDER_REFUSED": "a node refuses this key, and none has changed",
+    "NOT_POSSIBLE": "no follower has everything: nobody could take over",
+    "NOT_PRIMARY": "this node is not the primary",
+    "NOT_REPLICATED": "this node is in no cluster",
     "NOT_SUPPORTED": "the nodes run NSQ's own nsqd, which does not support this",
 }
 """Error codes in words."""

@@ -88,6 +88,8 @@ class FormAction(NamedTuple):
     is_of_channel: bool = False
     """It changes only the form's channel, if there is one. Other actions change the whole topic,
     whatever the form's channel: a permission for one channel is not enough for them."""
+    is_of_node: bool = False
+    """It changes a whole node, whatever topic the form names."""
     is_confirmed: bool = False
     """The user must type the name of the channel or topic."""
 
@@ -127,7 +129,8 @@ class Forms:
         if action is None:
             raise ApiError(400, "INVALID_ACTION")
         channel = sent.channel if action.is_of_channel else ""
-        if not sent.access.may(action.permission, sent.topic, channel):
+        topic = "" if action.is_of_node else sent.topic
+        if not sent.access.may(action.permission, topic, channel):
             names = {"topic": sent.topic, "channel": sent.channel, "node": sent.node}
             raise Forbidden(f"{name}_form", sent.actor, **names)
         if action.is_confirmed:
@@ -161,6 +164,10 @@ class Forms:
     async def _tombstone(self, sent: _Sent) -> Note:
         warning = await self._admin.actions.tombstone(sent.actor, sent.topic, sent.node)
         return _done(f"Removed {sent.topic} from {sent.node}.", warning)
+
+    async def _switch_over(self, sent: _Sent) -> Note:
+        warning = await self._admin.actions.switch_over(sent.actor, sent.node)
+        return _done(f"{sent.node} hands over. A follower serves within seconds.", warning)
 
     async def _publish(self, sent: _Sent) -> Note:
         form = sent.form
@@ -261,6 +268,8 @@ class Forms:
             return ("dead_letters", topic)
         if action == "tombstone":
             return ("nodes", node) if origin == "node" else ("topics", topic)
+        if action == "switch_over" and is_done:
+            return ("nodes",)
         if action == "create" and not is_done:
             return ("topics",)
         if action == "delete" and is_done:
@@ -327,6 +336,7 @@ ACTIONS: Final[Mapping[str, FormAction]] = {
     "unpause": FormAction(Forms._change, is_of_channel=True),
     "empty": FormAction(Forms._change, is_of_channel=True, is_confirmed=True),
     "tombstone": FormAction(Forms._tombstone, is_confirmed=True),
+    "switch_over": FormAction(Forms._switch_over, is_of_node=True),
     "publish": FormAction(Forms._publish, permission="publish"),
     "copy": FormAction(Forms._copy),
     "move": FormAction(Forms._move, is_of_channel=True, is_confirmed=True),

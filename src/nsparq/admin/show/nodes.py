@@ -66,6 +66,7 @@ class NodePages:
             order=order,
             words=words,
             lookupds=self._admin.cluster.lookupds,
+            has_clusters=any(state.replication for state in self._watch.nodes.values()),
         )
 
     async def one(self, request: Request) -> Response:

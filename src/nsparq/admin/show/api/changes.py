@@ -92,3 +92,24 @@ class Changes(Handlers):
             raise ApiError(400, "INVALID_BODY") from None
         self._access(request).check("admin", topic)
         return {"message": await self._admin.actions.tombstone(self._actor(request), topic, node)}
+
+    @change(
+        "POST",
+        "/api/nodes/{node}",
+        "Let a follower take over from a node that is the primary of its cluster: a planned switch-over.",
+        {"action": {"type": "string", "enum": ["switch_over"]}},
+        errors=(
+            FORBIDDEN,
+            (400, "INVALID_ACTION"),
+            (404, "NODE_NOT_FOUND"),
+            (409, "NOT_POSSIBLE"),
+            (409, "NOT_PRIMARY"),
+            (409, "NOT_REPLICATED"),
+            UPSTREAM,
+        ),
+    )
+    async def switch_over(self, request: Request) -> Result:
+        (node,) = path_values(request)
+        if text_field(parse_body(request), "action") != "switch_over":
+            raise ApiError(400, "INVALID_ACTION")
+        return {"message": await self._admin.actions.switch_over(self._actor(request), node)}
