@@ -41,14 +41,19 @@ class CoordinatorProcess:
         self._process.wait()
 
 
+def find_etcd() -> str:
+    # `make test` unpacks it beside Python's packages.
+    program = shutil.which("etcd") or shutil.which("etcd", path=Path(sys.prefix) / "etcd" / "usr" / "bin")
+    assert program, "etcd is missing: apt-get install etcd-server"
+    return program
+
+
 @contextmanager
 def start_etcd(
     directory: Path, host: str = "127.0.0.1", prefix: Sequence[str] = ()
 ) -> Iterator[CoordinatorProcess]:
     """On this address, by a command that begins with `prefix`."""
-    # `make test` unpacks it beside Python's packages.
-    program = shutil.which("etcd") or shutil.which("etcd", path=Path(sys.prefix) / "etcd" / "usr" / "bin")
-    assert program, "etcd is missing: apt-get install etcd-server"
+    program = find_etcd()
     client, peer = (f"http://{host}:{unused_port()}" for _ in range(2))
     command = [
         *prefix, program, "--data-dir", str(directory),

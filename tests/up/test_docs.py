@@ -38,6 +38,6 @@ def test_the_message_about_a_port_in_use_is_the_one_on_the_page(monkeypatch: pyt
 
 def test_the_examples_of_the_help_are_commands() -> None:
     lines = re.findall(r"(?m)^  nsparq up( --[^ ]+.*?)?(?:  |$)", make_parser().epilog or "")
-    assert len(lines) == 4
+    assert len(lines) == 5
     for line in lines:
         make_parser().parse_args(shlex.split(line))

@@ -46,6 +46,7 @@ Examples:
   nsparq up --nsqd=3 --port-base=5150             three brokers; nsqd 5150 to 5155, nsqadmin 5171
   nsparq up --port-base=0                         any free ports
   nsparq up --pipeline=shop.toml                  also run the pipelines of a file
+  nsparq up --replicas=2                          one broker with a copy that takes over (needs etcd)
 """
 
 
@@ -79,6 +80,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--nsqd", type=_count, default=1, metavar="N", help="number of brokers (%(default)s)")
+    add(
+        "--replicas", type=_count, default=1, metavar="N",
+        help="keep each message on N nsqds, of which one serves and the others can take over; 2 or 3",
+    )  # fmt: skip
+    add(
+        "--coordinator", default="", metavar="URL",
+        help="coordinator of the replicas, etcd://host:port or postgresql://user@host/database; "
+        "without it, etcd is started if it is installed",
+    )  # fmt: skip
     add(
         "--pipeline", action="append", default=[], type=Path, metavar="FILE",
         help="also run the pipelines of this file, with the addresses of this stack; repeatable",
@@ -143,9 +153,16 @@ def _duration(text: str) -> float:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
+    """Raises StartError."""
+    if arguments.replicas > 1 and arguments.nsqd > 1:
+        raise StartError("--replicas and --nsqd do not go together: the replicas are one nsqd to clients")
+    if arguments.coordinator and arguments.replicas == 1:
+        raise StartError("--coordinator needs --replicas")
     return Plan(
         data_path=arguments.data_path.absolute(),
         nsqd=arguments.nsqd,
+        replicas=arguments.replicas,
+        coordinator=arguments.coordinator,
         pipelines=tuple(arguments.pipeline),
         host=arguments.host,
         ports=Ports(
@@ -236,8 +253,13 @@ def banner(cluster: Cluster) -> str:
     rows += [(one.name, f"http  http://{one.address('metrics')}/status") for one in cluster.pipelines]
     width = max(len(name) for name, _ in rows)
     lines += [f"  {name:<{width}}   {where}" for name, where in rows]
-    first = cluster.nsqds[0].address("TCP")
-    lines += ["", f"  echo hello | nsparq publish --topic=greetings --nsqd-tcp-address={first}"]
+    lookupd = f"--lookupd-http-address={cluster.lookupd.address('HTTP')}"
+    if cluster.is_replicated:
+        lines += ["", f"  nsparq replication status {lookupd}"]
+        lines += [f"  nsparq publish greetings hello {lookupd}"]
+    else:
+        first = cluster.nsqds[0].address("TCP")
+        lines += ["", f"  echo hello | nsparq publish --topic=greetings --nsqd-tcp-address={first}"]
     lines += ["", "Ctrl-C stops it.", ""]
     return "\n".join(lines) + "\n"
 

@@ -13,8 +13,9 @@ from nsparq.addresses import join_address
 from nsparq.errors import StartError
 from nsparq.fetch import FetchError, fetch
 from nsparq.up.ports import Ports, Wanted, free_port, reachable
+from nsparq.up.replicas import cluster_flags, find_etcd
 
-__all__ = ["Admin", "Cluster", "Lookupd", "Member", "Nsqd", "Pipelines", "Plan"]
+__all__ = ["Admin", "Cluster", "Etcd", "Lookupd", "Member", "Nsqd", "Pipelines", "Plan"]
 
 ASK_S: Final = 2.0
 """Timeout of a readiness check."""
@@ -28,6 +29,10 @@ class Plan:
 
     data_path: Path
     nsqd: int = 1
+    replicas: int = 1
+    """With more than one, the nsqds are nodes of one cluster, and keep the same messages."""
+    coordinator: str = ""
+    """Of the cluster; empty means an etcd of our own."""
     pipelines: tuple[Path, ...] = ()
     host: str = "127.0.0.1"
     """All members listen on this address."""
@@ -106,6 +111,7 @@ class Nsqd(Member):
     def __init__(self, cluster: Cluster, name: str, number: int, **ports: int) -> None:
         super().__init__(cluster, name, **ports)
         self.number = number
+        self.replication_port = cluster.plan.ports.for_replica(number) or free_port(cluster.plan.host)
 
     @property
     def data_path(self) -> Path:
@@ -119,18 +125,52 @@ class Nsqd(Member):
             "--https-address=",
             f"--lookupd-tcp-address={self.cluster.lookupd.address('TCP')}",
             f"--data-path={self.data_path}",
-            # The default is derived from the host name, which all nsqds here share.
-            f"--node-id={self.number}",
+            # The default is derived from the host name, which all nsqds here share. Nodes of a cluster
+            # have the same: their messages are the same.
+            f"--node-id={0 if self.cluster.is_replicated else self.number}",
+            *self._replication(),
             *self._broadcast(),
             *self._common(),
         ]
 
+    def _replication(self) -> list[str]:
+        if not self.cluster.is_replicated:
+            return []
+        plan = self.cluster.plan
+        return cluster_flags(
+            plan.data_path,
+            self.cluster.coordinator,
+            node=self.name,
+            listen=join_address(plan.host, self.replication_port),
+            reach=join_address(reachable(plan.host), self.replication_port),
+        )
+
+    def wanted(self) -> Iterator[Wanted]:
+        yield from super().wanted()
+        if self.cluster.is_replicated:
+            yield Wanted(self.replication_port, f"{self.name}, replication", "--port-base")
+
     def why_not_ready(self) -> str:
+        if self.cluster.is_replicated:
+            return self._why_not_in_sync()
         return (
             _get(self.address("HTTP"), "/ping")[1]
             or _why_no_connection(self)
             or self._why_not_registered(self.cluster.lookupd.address("HTTP"))
         )
+
+    def _why_not_in_sync(self) -> str:
+        status, reason = _ask(self.address("HTTP"), "/replication")
+        if reason:
+            return reason
+        if not isinstance(status, dict) or not status.get("primary"):
+            return "the cluster has no primary yet"
+        if self.number == 0:
+            # The others start next. One of them may be the primary.
+            return ""
+        if status.get("role") == "waiting" or self.name not in status.get("in_sync", ()):
+            return "it does not have everything yet"
+        return ""
 
     def _why_not_registered(self, lookupd: str) -> str:
         answer, reason = _ask(lookupd, "/nodes")
@@ -161,8 +201,34 @@ class Admin(Member):
         answer, reason = _ask(self.address("HTTP"), "/api/nodes")
         if reason:
             return reason
-        is_known = isinstance(answer, dict) and len(answer.get("nodes") or ()) >= len(self.cluster.nsqds)
+        # Of a cluster only the primary is registered.
+        expected = 1 if self.cluster.is_replicated else len(self.cluster.nsqds)
+        is_known = isinstance(answer, dict) and len(answer.get("nodes") or ()) >= expected
         return "" if is_known else "does not list all nsqds yet"
+
+
+class Etcd(Member):
+    """The coordinator of the cluster, if no other is named."""
+
+    module = "nsparq.up.replicas"
+    port_flags: Mapping[str, str] = {"client": "--port-base", "peer": "--port-base"}
+
+    def arguments(self) -> list[str]:
+        client, peer = (f"http://{self.address(kind)}" for kind in ("client", "peer"))
+        return [
+            self.cluster.etcd_program,
+            f"--data-dir={self.cluster.plan.data_path / 'etcd'}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
+            "--log-level=warn",
+        ]
+
+    def why_not_ready(self) -> str:
+        body, reason = _get(self.address("client"), "/health")
+        return reason or ("" if b"true" in body else "not healthy yet")
 
 
 class Pipelines(Member):
@@ -207,10 +273,21 @@ class Cluster:
         ports = plan.ports
         tcp, http = ports.for_lookupd()
         self.lookupd = Lookupd(self, "nsqlookupd", TCP=tcp, HTTP=http)
+        self.is_replicated = plan.replicas > 1
+        self.etcd: Etcd | None = None
+        self.etcd_program = ""
+        if self.is_replicated and not plan.coordinator:
+            self.etcd_program = find_etcd()
+            client, peer = (port or free_port(plan.host) for port in ports.for_etcd())
+            self.etcd = Etcd(self, "etcd", client=client, peer=peer)
         self.nsqds: list[Nsqd] = []
-        for number in range(plan.nsqd):
-            name = "nsqd" if plan.nsqd == 1 else f"nsqd-{number + 1}"
+        count = plan.replicas if self.is_replicated else plan.nsqd
+        for number in range(count):
+            name = "nsqd" if count == 1 else f"nsqd-{number + 1}"
             tcp, http = ports.for_nsqd(number)
+            if self.is_replicated:
+                # Others must know the ports of a node that does not listen yet.
+                tcp, http = tcp or free_port(plan.host), http or free_port(plan.host)
             self.nsqds.append(Nsqd(self, name, number, TCP=tcp, HTTP=http))
         self.admin = Admin(self, "nsqadmin", HTTP=ports.for_admin())
         self.pipelines: list[Pipelines] = []
@@ -222,7 +299,15 @@ class Cluster:
     @property
     def stages(self) -> list[Sequence[Member]]:
         """In the order of starting. Stopping goes the other way round."""
-        return [[self.lookupd], self.nsqds, [self.admin], self.pipelines]
+        if not self.is_replicated:
+            return [[self.lookupd], self.nsqds, [self.admin], self.pipelines]
+        first: list[Member] = [self.lookupd, *([self.etcd] if self.etcd else [])]
+        # A cluster begins with the messages of its first node.
+        return [first, self.nsqds[:1], self.nsqds[1:], [self.admin], self.pipelines]
+
+    @property
+    def coordinator(self) -> str:
+        return f"etcd://{self.etcd.address('client')}" if self.etcd else self.plan.coordinator
 
     @property
     def members(self) -> list[Member]:

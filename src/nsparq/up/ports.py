@@ -21,6 +21,7 @@ _PORT_MAX: Final = 65535
 
 # Offsets from the base. With 4150 they give NSQ's own ports.
 _LOOKUPD_TCP, _LOOKUPD_HTTP, _ADMIN, _PIPELINES, _FURTHER_NSQD = 10, 11, 21, 30, 50
+_ETCD, _REPLICAS = 12, 150
 _NSQD_BELOW_LOOKUPD: Final = 5
 """Pairs of ports that fit below those of nsqlookupd."""
 
@@ -47,6 +48,14 @@ class Ports:
         if number >= _NSQD_BELOW_LOOKUPD:
             from_base = _FURTHER_NSQD + 2 * (number - _NSQD_BELOW_LOOKUPD)
         return self._of(self.nsqd_tcp, from_base, step), self._of(self.nsqd_http, from_base + 1, step)
+
+    def for_replica(self, number: int) -> int:
+        """Port on which the node is reached by the other nodes of its cluster."""
+        return self._of(None, _REPLICAS + number)
+
+    def for_etcd(self) -> tuple[int, int]:
+        """Ports of etcd, for clients and for other members."""
+        return self._of(None, _ETCD), self._of(None, _ETCD + 1)
 
     def for_admin(self) -> int:
         return self._of(self.admin, _ADMIN)
