@@ -25,6 +25,38 @@ CASES = (
     Case("NsqdDown", {'up{job="nsqd"}': "1x4 0x20"}, 5, 7, ({'up{job="nsqd"}': "1x20"},)),
     Case("NsqdUnhealthy", {"nsqd_healthy": "1x4 0x20"}, 5, 7, ({"nsqd_healthy": "1x20"},)),
     Case(
+        "NsqdClusterWithoutPrimary",
+        {
+            'nsqd_replication_info{cluster="c",node="a",role="primary"}': "1x4 stale",
+            'nsqd_replication_info{cluster="c",node="b",role="follower"}': "1x4 stale",
+            'nsqd_replication_info{cluster="c",node="b",role="waiting"}': "_x4 1x20",
+        },
+        5,
+        7,
+        ({'nsqd_replication_info{cluster="c",node="a",role="primary"}': "1x20"},),
+    ),
+    Case(
+        "NsqdClusterDegraded",
+        {
+            'nsqd_replication_problems{instance="a"}': "0x4 1x20",
+            'nsqd_replication_primary{instance="a"}': "1x24",
+        },
+        6,
+        8,
+        (
+            {'nsqd_replication_problems{instance="a"}': "0x4 1x1 0x20"},
+            # A follower that starts. Its primary knows.
+            {'nsqd_replication_primary{instance="a"}': "0x24"},
+        ),
+    ),
+    Case(
+        "NsqdCoordinatorDown",
+        {"nsqd_replication_coordinator_up": "1x4 0x20"},
+        6,
+        8,
+        ({"nsqd_replication_coordinator_up": "1x20"},),
+    ),
+    Case(
         "NsqdDiskNearlyFull",
         {"nsqd_disk_free_bytes": "40x20", "nsqd_disk_size_bytes": "1000x20"},
         4,

@@ -19,6 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from nsparq.pipeline.execute.progress import Figures, State
 from nsparq.pipeline.execute.status import Endpoint, Status
 from tests.admin.support import AdminThread, join
+from tests.replication.cluster import run_cluster
+from tests.replication.coordinators import run_etcd
 from tests.support import BrokerThread
 from tests.support.lookupd import start_lookupd
 
@@ -50,11 +52,12 @@ class Metric(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def exported() -> dict[str, Metric]:
-    """By sample name: from an nsqd with a topic, a channel and a consumer, from a runner with a
-    pipeline that has run, and Prometheus' own `up`."""
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Metric]:
+    """By sample name: from an nsqd with a topic, a channel and a consumer, from a replicated one,
+    from a runner with a pipeline that has run, and Prometheus' own `up`."""
     found = {"up": Metric("gauge", frozenset())}
-    for text in (*daemon_metrics(), pipeline_metrics()):
+    replicated = cluster_metrics(tmp_path_factory.mktemp("cluster"))
+    for text in (replicated, *daemon_metrics(), pipeline_metrics()):
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 found[sample.name] = Metric(family.type, frozenset(sample.labels))
@@ -76,6 +79,13 @@ def daemon_metrics() -> Iterator[str]:
             consumer.fin(consumer.read_message().id)
             consumer.barrier()
             yield broker.http("GET", "/metrics").decode()
+
+
+def cluster_metrics(directory: Path) -> str:
+    """Of the primary of a pair."""
+    with run_etcd(directory / "etcd") as url:
+        with run_cluster(directory, url.replace("http://", "etcd://")) as cluster:
+            return cluster.primary("ab").http("GET", "/metrics").decode()
 
 
 def pipeline_metrics() -> str:
@@ -181,6 +191,7 @@ def test_the_dashboard_shows_all_that_is_worth_a_look(exported: dict[str, Metric
     shown |= {re.sub(r"\W.*", "", name) for name in re.findall(r"label_values\((\w+)", json.dumps(DASHBOARD))}
     left_out = {
         "nsqd_topics",  # the variable lists them
+        "nsqd_replication_epoch",  # the log has it
         "nsqd_disk_info",  # for nsqadmin, which lists each disk once
         "nsqd_topic_paused",
         "nsqd_topic_backend_depth",  # parts of others

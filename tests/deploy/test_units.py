@@ -63,6 +63,26 @@ def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_the_addition_for_a_replicated_nsqd_is_accepted(tmp_path: Path) -> None:
+    addition = ROOT / "deploy/systemd/nsqd.service.d/replicated.conf"
+    nothing, command = settings(addition)["ExecStart"]
+    (usual,) = unit_of("nsqd")["ExecStart"]
+    # The usual command, and one flag more.
+    assert nothing == "" and command.startswith(f"{usual} ")
+    _, options = NSQD.read_flags(command.removeprefix(usual).split())
+    assert options == {"replication_secret_file": "${CREDENTIALS_DIRECTORY}/replication.secret"}
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd-analyze")
+    unit, programs = tmp_path / "nsqd.service", str(Path(sys.executable).parent)
+    (tmp_path / "nsqd.service.d").mkdir()
+    source = ROOT / "deploy/systemd/nsqd.service"
+    for path, copy in ((source, unit), (addition, tmp_path / "nsqd.service.d" / addition.name)):
+        copy.write_text(path.read_text(encoding="utf-8").replace(INSTALLED, programs))
+    verify = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(unit)]
+    done = subprocess.run(verify, capture_output=True, text=True, timeout=DEADLINE)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 @each_daemon
 def test_the_daemon_accepts_the_command_of_its_unit(name: str) -> None:
     (command,) = unit_of(name)["ExecStart"]

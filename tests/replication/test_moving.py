@@ -80,6 +80,7 @@ def test_the_primary_moves_by_command_and_by_button(
         assert cluster.primary("ab", other_than=other) is first
         wait_until(lambda: f"{name}, primary" in admin.page("/nodes"))
 
+        wait_until(lambda: findings() == [])
         cluster.nodes[other].kill()
         degraded = f"{tmp_path.name}: node {other} is lost; no other node can take over"
         wait_until(lambda: degraded in findings())
