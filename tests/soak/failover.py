@@ -262,12 +262,15 @@ class Run:
         """Wait until all of them publish and consume."""
         since = time.monotonic()
 
-        def stuck() -> list[str]:
-            return [str(client) for client in self.clients if not client.has_resumed(since)]
+        def stuck() -> list[Library | Retrying]:
+            return [client for client in self.clients if not client.has_resumed(since)]
 
-        wait_until(
-            lambda: not stuck(), PATIENCE_S, what=lambda: "\n".join([f"{when}: not working:", *stuck()])
-        )
+        def describe() -> str:
+            node = self._machines.find()
+            stats = [node and node.channel_stats(client.topic, CHANNEL) for client in stuck()]
+            return "\n".join([f"{when}: not working:", *map(str, stuck()), *map(str, stats)])
+
+        wait_until(lambda: not stuck(), PATIENCE_S, what=describe)
 
     def finish(self) -> None:
         """Wait until everything that was acknowledged has come, as far as it does."""
