@@ -12,7 +12,7 @@ removed while it is open keeps its number. Names are paths below the data path.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -69,8 +69,17 @@ class Change(NamedTuple):
         """Of a RENAME."""
         return self.data[: self.number].decode(), self.data[self.number :].decode()
 
+    @property
+    def head(self) -> bytes:
+        return _HEAD.pack(len(self.data), self.kind, self.file, self.number)
+
     def encode(self) -> bytes:
-        return _HEAD.pack(len(self.data), self.kind, self.file, self.number) + self.data
+        return self.head + self.data
+
+
+def encode_changes(changes: Iterable[Change]) -> bytes:
+    """Copies the data once."""
+    return b"".join([piece for change in changes for piece in (change.head, change.data)])
 
 
 def decode_changes(data: bytes) -> Iterator[Change]:

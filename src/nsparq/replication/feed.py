@@ -12,7 +12,7 @@ from itertools import takewhile
 from threading import Lock
 from typing import Final, NamedTuple
 
-from nsparq.replication.changes import Change
+from nsparq.replication.changes import Change, encode_changes
 
 KEPT_BYTES: Final = 64 << 20
 """Bytes of changes in memory. A follower that is further behind has to join anew."""
@@ -37,15 +37,14 @@ class Feed:
         self._wake = wake
         self.kept_bytes = kept_bytes
         self._lock = Lock()
-        self._new: list[bytes] = []
+        self._new: list[Change] = []
         self._blocks: deque[Block] = deque()
         self._size = 0
 
     def record(self, change: Change) -> int:
         """Gives the number of changes, with this one."""
-        encoded = change.encode()
         with self._lock:
-            self._new.append(encoded)
+            self._new.append(change)
             count = len(self._new)
             number = self.end + count
         if count == 1:
@@ -65,7 +64,7 @@ class Feed:
             first, self.end = self.end, self.end + len(new)
         if not new:
             return
-        block = Block(first, self.end, b"".join(new))
+        block = Block(first, self.end, encode_changes(new))
         self._blocks.append(block)
         self._size += len(block.data)
         while self._size > self.kept_bytes and len(self._blocks) > 1:
@@ -81,5 +80,6 @@ class Feed:
         begins there."""
         if number == self.end:
             return []
-        behind = [block for block in self._blocks if block.first >= number]
-        return behind if behind and behind[0].first == number else None
+        # From the end: there may be a hundred thousand blocks, and most callers miss the last.
+        behind = [*takewhile(lambda block: block.first >= number, reversed(self._blocks))]
+        return behind[::-1] if behind and behind[-1].first == number else None

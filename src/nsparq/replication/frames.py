@@ -57,8 +57,9 @@ class Frame(NamedTuple):
     data: bytes = b""
 
     def encode(self) -> bytes:
-        content = bytes((self.kind,)) + self.data
-        return _HEAD.pack(len(content), crc32c(content)) + content
+        kind = bytes((self.kind,))
+        head = _HEAD.pack(1 + len(self.data), crc32c(self.data, crc32c(kind)))
+        return b"".join((head, kind, self.data))
 
     @classmethod
     def of_number(cls, kind: FrameKind, number: int, data: bytes = b"") -> Frame:

@@ -9,7 +9,7 @@ import logging
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
+from threading import Event, get_ident
 from typing import Any, Final
 
 from nsparq.replication.acknowledging import NOTHING, Acknowledging, ChangeSet, Done, Progress
@@ -60,6 +60,7 @@ class Primary:
         snapshot_rate: float = SNAPSHOT_RATE,
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._thread = get_ident()
         self._root = root
         remove_left_links(root)
         self._secret = secret
@@ -73,7 +74,11 @@ class Primary:
         self._server: asyncio.Server | None = None
 
     def _wake(self) -> None:
-        self._loop.call_soon_threadsafe(self._flush)
+        if get_ident() == self._thread:
+            # This does not write to a pipe.
+            self._loop.call_soon(self._flush)
+        else:
+            self._loop.call_soon_threadsafe(self._flush)
 
     async def listen(self, host: str, port: int, *, tls: NodeTls | None = None) -> int:
         """Gives the port."""
