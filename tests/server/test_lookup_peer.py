@@ -608,3 +608,31 @@ def test_stopping_does_not_wait_for_a_peer_that_is_silent(run: Run, monkeypatch:
             assert lookupd.connections == 1, "nobody has given it up yet"
 
     run(scenario())
+
+
+def test_a_connect_that_is_given_up_just_as_it_succeeds_does_not_stop_the_peer() -> None:
+    """SYN is sent again after one second, and the connect is given up then, too. uvloop closes such a
+    connection without a word, and close() waited for that word for ever."""
+
+    async def scenario() -> None:
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        class GivenUp(lookup_peer._Link):
+            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+                super().connection_made(transport)
+                connecting.cancel()
+
+        async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+            link = GivenUp(100, asyncio.Event())
+            loop = asyncio.get_running_loop()
+            connecting = asyncio.ensure_future(
+                loop.create_connection(lambda: link, *server.sockets[0].getsockname())
+            )
+            with pytest.raises(asyncio.CancelledError):
+                await connecting
+            async with asyncio.timeout(DEADLINE):
+                await link.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())

@@ -289,7 +289,11 @@ class _Link(asyncio.Protocol):
     async def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
-            await self._lost.wait()
+            # uvloop does not report the end of a connection whose connect was given up just as it
+            # succeeded.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(IO_TIMEOUT_S):
+                    await self._lost.wait()
 
     # Called by the event loop
 
