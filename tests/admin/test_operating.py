@@ -138,3 +138,18 @@ def test_a_topic_stays_visible_when_its_node_is_no_longer_registered() -> None:
                 found = admin.call("GET", page)
                 assert (found.status, b"Unknown: a daemon does not answer" in found.body) == (502, True), page
             assert admin.call("GET", f"/topics/{unique_name('t')}").status == 404
+
+
+def test_a_former_primary_has_not_left() -> None:
+    """It follows the new primary, which has its messages."""
+    with AuthServer() as lookupd, AuthServer() as nsqd:
+        host, _, port = nsqd.address.partition(":")
+        node = {"broadcast_address": host, "tcp_port": 1, "http_port": int(port), "topics": ["t"]}
+        lookupd.answer({"producers": [node]})
+        nsqd.answer({"topics": [{"topic_name": "t", "depth": 5, "message_count": 5, "channels": []}]})
+        with AdminThread(lookupd_http_address=(lookupd.address,), poll_interval=0.1) as admin:
+            wait_until(lambda: "t" in admin.daemon.watch.channels_of)
+            nsqd.answer({"message": "NOT_PRIMARY"}, 503)
+            lookupd.answer({"producers": []})
+            wait_until(lambda: not admin.daemon.watch.nodes)
+            assert admin.get("/api/overview")["problems"] == []

@@ -37,6 +37,8 @@ DETAILS_S: Final = 60.0
 PEAKS: Final = ("depth", "backlog", "in_flight", "deferred", "latency", "median", "age")
 FORGET_S: Final = 3600.0
 """How long a node is remembered and asked after it has left nsqlookupd."""
+FOLLOWS: Final = "NOT_PRIMARY"
+"""In the answer of a former primary. Another node of its cluster has its messages."""
 TREND_S: Final = 300.0
 LEAST_TREND_S: Final = 60.0
 """Growth and drain time of a channel are measured over TREND_S; soon after the start over less, but
@@ -204,7 +206,10 @@ class Watch:
         answers = await asyncio.gather(*(self._ask(state) for state in states))
         self._record(states, answers)
         self.took_s = time.process_time() - begun
-        self.errors = errors + [f"{state.node.address}: {state.error}" for state in states if state.error]
+        for address, state in [*self.nodes.items()]:
+            if state.is_gone and FOLLOWS in state.error:
+                del self.nodes[address]
+        self.errors = errors + [f"{name}: {one.error}" for name, one in self.nodes.items() if one.error]
         self.number += 1
         async with self._polled:
             self._polled.notify_all()

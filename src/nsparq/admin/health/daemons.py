@@ -135,8 +135,8 @@ def _left(address: str, state: NodeState, ago_s: float) -> Problem:
         Severity.CRITICAL if held else Severity.NOTICE,
         "node has left",
         f"{duration(ago_s)} ago, with {held:,} unfinished messages: {state.error}",
-        "Nobody gets its messages until it is back. If it was removed on purpose, ignore this: it disappears "
-        f"from here after {duration(FORGET_S)}.",
+        "Unless a replica has taken over, nobody gets its messages until it is back. If it was removed on "
+        f"purpose, ignore this: it disappears from here after {duration(FORGET_S)}.",
         node=address,
         weight=held,
     )
