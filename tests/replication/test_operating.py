@@ -13,6 +13,7 @@ import pytest
 
 from nsparq.testing import FaultProxy
 from tests.replication.cluster import ClusterProcesses, NodeProcess, run_cluster
+from tests.replication.coordinators import run_etcd
 from tests.replication.test_failover import TOO_FEW, consume
 from tests.server.auth.test_guard import bearer, identity
 from tests.support import wait_until
@@ -254,3 +255,28 @@ def test_with_a_policy_file_every_role_asks_for_a_secret(etcd: str, tmp_path: Pa
         wait_until(lambda: status(follower, "POST", "/replication/switch_over", "operator") == 200)
         wait_until(lambda: role(first) == "primary")
         assert status(first, "GET", "/replication", "reader") == 401
+
+
+def test_a_pair_survives_the_loss_of_both_at_once_and_of_its_coordinator(etcd: str, tmp_path: Path) -> None:
+    with run_cluster(tmp_path, etcd) as cluster:
+        first = cluster.primary("ab")
+        first.publish("t", b"1")
+        for node in cluster.nodes.values():
+            node.kill()
+        for node in cluster.nodes.values():
+            node.start()
+        second = cluster.primary("ab")
+        second.publish("t", b"2")
+        for node in cluster.nodes.values():
+            node.kill()
+        # The record is gone for good. The node that has everything starts first, at another coordinator.
+        with run_etcd(tmp_path / "new-etcd") as url:
+            for node in cluster.nodes.values():
+                node.flags["replication_coordinator"] = url.replace("http://", "etcd://")
+            second.start()
+            assert cluster.primary() is second
+            other(cluster, second).start()
+            cluster.primary("ab")
+            assert sorted(consume(second, "t", 2)) == [b"1", b"2"]
+            for node in cluster.nodes.values():
+                node.kill()
