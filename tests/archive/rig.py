@@ -83,8 +83,8 @@ class FaultyStore(Store):
         found: bytes | None = self._around("get", lambda: Store.get(self, key))
         return found
 
-    def read(self, key: str, start: int, length: int) -> bytes:
-        return bytes(self._around("read", lambda: Store.read(self, key, start, length)))
+    def read(self, key: str, start: int, length: int) -> memoryview:
+        return memoryview(self._around("read", lambda: Store.read(self, key, start, length)))
 
     def size(self, key: str) -> int | None:
         found: int | None = self._around("size", lambda: Store.size(self, key))

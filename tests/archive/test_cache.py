@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
@@ -48,13 +49,13 @@ def put(store: FaultyStore, number: int, data: bytes = b"x" * 100) -> SegmentEnt
 
 
 def test_a_segment_is_fetched_once(cache: SegmentCache, store: FaultyStore) -> None:
-    source, entry = CachedSource(cache, PLACE), put(store, 1, b"y" * 100)
+    source, entry = CachedSource(cache, PLACE), put(store, 1, b"y" * 50)
     assert source.cached(entry) is None
     assert source.fetch(entry).read(10, 0) == b"y" * 10
     assert source.cached(entry) is source.fetch(entry)
     source.prefetch(entry)
     assert store.calls.count("read") == 1
-    assert source.path(entry).read_bytes() == b"y" * 100
+    assert source.path(entry).read_bytes() == b"y" * 50
 
 
 def test_a_large_segment_comes_in_parts(cache: SegmentCache, store: FaultyStore) -> None:
@@ -126,6 +127,23 @@ def test_a_damaged_object_is_fetched_twice_and_then_used(
     assert "is damaged; messages that are still whole are delivered" in caplog.text
 
 
+def test_read_ahead_is_asked_for_once_and_never_with_a_small_cache(
+    tmp_path: Path, store: FaultyStore
+) -> None:
+    work: list[Callable[[], None]] = []
+    cache = SegmentCache(store, tmp_path / "cache", 500, submit=work.append)
+    cache.open()
+    entry, large = put(store, 1), put(store, 2, b"x" * 126)
+    for _ in range(5):
+        cache.prefetch(PLACE, entry)
+        cache.prefetch(PLACE, large)
+    assert len(work) == 1
+    work.pop()()
+    assert cache.cached(cache.path(PLACE, entry)) is not None
+    cache.prefetch(PLACE, entry)
+    assert work == []
+
+
 def test_readers_of_one_segment_share_a_fetch(
     cache: SegmentCache, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +152,7 @@ def test_readers_of_one_segment_share_a_fetch(
     threads = [Thread(target=lambda: found.append(cache.fetch(PLACE, entry).read(1, 0))) for _ in range(8)]
     really, store_read = FaultyStore.read, []
 
-    def read(self: FaultyStore, key: str, start: int, length: int) -> bytes:
+    def read(self: FaultyStore, key: str, start: int, length: int) -> memoryview:
         store_read.append(key)
         for thread in threads[1:]:
             if thread.ident is None:

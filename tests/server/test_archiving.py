@@ -11,7 +11,7 @@ from nsparq.broker.stats import broker_stats
 from nsparq.errors import StartError
 from nsparq.server.archiving import COLLECT_INTERVAL_S
 from nsparq.storage.raw_batch import iter_batches
-from nsparq.storage.segment_list import ARCHIVE_FILE
+from nsparq.storage.segment_list import ARCHIVE_FILE, READ_AHEAD
 from tests.archive.rig import ArchiveRig, FaultyStore, Killed, numbers
 from tests.broker.rig import FakeClient, Rig
 
@@ -201,13 +201,13 @@ def test_the_cache_is_bounded(tmp_path: Path, store: FaultyStore) -> None:
     assert 1000 < max(sizes) <= 2500
 
 
-def test_the_next_segment_is_fetched_ahead(rig: ArchiveRig) -> None:
+def test_the_next_segments_are_fetched_ahead(rig: ArchiveRig) -> None:
     rig.channel()
     rig.fill(60)
     rig.store.calls.clear()
     client = rig.subscribe(rdy=1)
     assert numbers(client.take_bodies()) == [0]
-    assert rig.store.calls.count("read") == 2
+    assert rig.store.calls.count("read") == 1 + READ_AHEAD
 
 
 # restarts

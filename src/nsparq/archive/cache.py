@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S: Final = 1.0
 MAX_BACKOFF_S: Final = 30.0
+ROOM_FOR: Final = 4
+"""Segments that must have room in the cache for read-ahead: one that is read, two that come next, and
+one that was read before. A smaller cache would lose segments before they are read."""
 
 _SUFFIX: Final = ".segment"
 _TEMPORARY: Final = ".fetching"
@@ -68,6 +71,9 @@ class SegmentCache:
         self._copies: OrderedDict[str, tuple[FileReader, int]] = OrderedDict()
         """By name: the open copy and its size. The least recently used comes first."""
         self._fetching: dict[str, Future[FileReader]] = {}
+        self._ahead: set[str] = set()
+        """Segments whose read-ahead waits for a thread. Readers ask for it again and again, and a late
+        repeat would fetch a segment that everybody has read."""
         self._backoff_s = FIRST_BACKOFF_S
         self._retry_at = 0.0
 
@@ -122,15 +128,19 @@ class SegmentCache:
         return reader
 
     def prefetch(self, place: str, entry: SegmentEntry) -> None:
-        """Fetch a segment in the background, unless it is here or on its way. An error is told to
-        those who read it."""
+        """Fetch a segment in the background, unless it is here or on its way, or the cache is too
+        small for it beside the one that is read. An error is told to those who read it."""
         path = self.path(place, entry)
         with self._lock:
-            is_known = path.name in self._copies or path.name in self._fetching
-            if is_known or self._clock() < self._retry_at:
+            is_known = path.name in self._copies or path.name in self._fetching or path.name in self._ahead
+            is_large = ROOM_FOR * entry.size > self._limit
+            if is_known or is_large or self._clock() < self._retry_at:
                 return
+            self._ahead.add(path.name)
 
         def work() -> None:
+            with self._lock:
+                self._ahead.discard(path.name)
             try:
                 self.fetch(place, entry)
             except OSError as error:

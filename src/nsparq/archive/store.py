@@ -105,10 +105,10 @@ class Store:
             except FileNotFoundError:
                 return None
 
-    def read(self, key: str, start: int, length: int) -> bytes:
+    def read(self, key: str, start: int, length: int) -> memoryview:
         """A part of an object. Shorter if the object ends before."""
         with self._errors(f"read {key}"):
-            return bytes(self._api.get_range(self._store, key, start=start, length=length))
+            return memoryview(self._api.get_range(self._store, key, start=start, length=length))
 
     def size(self, key: str) -> int | None:
         """None if there is no such object."""

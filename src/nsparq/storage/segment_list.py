@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 IDLE_ROLL_SIZE: Final = 8 << 20
 """An active segment of this size is removed as well, once all channels have passed it."""
 
+READ_AHEAD: Final = 2
+"""Segments that are fetched from the archive before somebody needs them."""
 ARCHIVE_FILE: Final = "archive.json"
 """The manifest of the segments that the archive has confirmed, beside the segments."""
 
@@ -192,11 +194,11 @@ class SegmentList(list[Segment]):
         return self[number] if number < len(self) else None
 
     def prefetch_after(self, segment: Segment) -> None:
-        """Somebody reads an archived segment: have the next one at hand."""
+        """Somebody reads an archived segment: have the next ones at hand."""
         number = bisect_right(self, segment.base, key=lambda s: s.base)
-        following = self[number] if number < len(self) else None
-        if isinstance(following, ArchivedSegment):
-            following.prefetch()
+        for following in self[number : number + READ_AHEAD]:
+            if isinstance(following, ArchivedSegment):
+                following.prefetch()
 
     def remember(self, sequence: int, segment: Segment, position: int) -> None:
         """Note where the batch that begins with `sequence` stands, or will stand."""
