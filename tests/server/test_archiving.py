@@ -272,6 +272,19 @@ def test_archive_retention_removes_what_no_channel_needs(tmp_path: Path, store: 
     assert len(rig.objects(".log")) >= len(kept)
 
 
+def test_unknown_objects_of_an_idle_topic_are_looked_for_once_an_hour(rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.fill(30)
+    rig.store.calls.clear()
+    rig.settle(10)
+    assert rig.store.calls == []
+    rig.clock.advance(COLLECT_INTERVAL_S)
+    rig.settle(30)
+    # The latest manifest, then segments and manifests.
+    assert rig.store.calls[:3] == ["list", "list", "list"]
+    assert rig.store.calls.count("put_new") == 0
+
+
 def test_the_first_nsqd_notices_that_it_was_replaced(tmp_path: Path, rig: ArchiveRig) -> None:
     rig.channel()
     rig.fill(30)

@@ -434,8 +434,9 @@ class DiskLog:
 
     @property
     def has_aging_segments(self) -> bool:
-        age_s = self.settings.retention_s or self.settings.archive_retention_s
-        return bool(age_s and len(self.segments) > 1)
+        # An archive also has objects that are removed at an age.
+        is_aging = self.settings.retention_s or self.settings.is_archived
+        return bool(is_aging and len(self.segments) > 1)
 
     def trim(self, low: int, now_s: float) -> list[Segment]:
         self.low = low

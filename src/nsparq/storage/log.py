@@ -211,7 +211,8 @@ class Log(Protocol):
 
     @property
     def has_aging_segments(self) -> bool:
-        """Whether segments wait for the age at which retention removes them."""
+        """Whether segments wait for the age at which retention removes them, here or in an
+        archive."""
 
     def trim(self, low: int, now_s: float) -> list[Segment]:
         """Drop messages before `low`, which no reader needs, unless retention keeps them. Archived
