@@ -14,7 +14,7 @@ import pytest
 
 from nsparq.replication.follower import Follower
 from nsparq.replication.joining import BLOCK, FORMER, SET_ASIDE, WAITING, Kept, inventory
-from nsparq.replication.mark import Mark, read_mark, write_mark
+from nsparq.replication.mark import MARK, Mark, read_mark, write_mark
 from nsparq.replication.membership import Membership
 from nsparq.replication.primary import Primary
 from nsparq.storage.files import Buffer, Files
@@ -127,6 +127,19 @@ def test_joining_can_be_cut_off_at_any_moment(directory: Path) -> None:
                 assert read_mark(Files(), path) == Mark("test", True, was_primary=False)
                 assert not (path / FORMER).exists() and not (path / WAITING).exists()
         assert cut_off > 6
+
+    run(scenario())
+
+
+def test_a_crash_while_the_first_mark_is_written_is_no_foreign_data(directory: Path) -> None:
+    """Found by the simulation."""
+
+    async def scenario() -> None:
+        async with cluster(directory) as made:
+            follower = new_follower(directory)
+            (directory / "b" / f"{MARK}.tmp").write_bytes(b'{"form')
+            await join(made, follower)
+            assert content(directory / "b") == content(made.path)
 
     run(scenario())
 

@@ -287,7 +287,7 @@ def test_a_follower_whose_sync_fails_joins_anew(directory: Path) -> None:
 def test_a_follower_whose_disk_stands_still_leaves_the_set_although_it_is_alive(
     directory: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nsparq.replication.follower.PING_S", 0.01)
+    monkeypatch.setattr("nsparq.replication.frames.PING_S", 0.01)
     stalled, may_end = Event(), Event()
 
     def stall(self: QuickFiles, *arguments: Any) -> None:
@@ -335,6 +335,32 @@ def test_nobody_joins_without_the_secret(directory: Path) -> None:
             await reader.read()
             writer.close()
             assert not made.asked and content(directory / "b") == {}
+
+    run(scenario())
+
+
+def test_a_follower_leaves_a_primary_that_is_silent(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine may be gone, and nobody closes the connection. Found by the simulation."""
+    monkeypatch.setattr("nsparq.replication.follower.SILENCE_S", 0.3)
+
+    async def scenario() -> None:
+        async with cluster(directory) as made:
+            follower = new_follower(directory)
+            async with following(follower, made.port) as task:
+                await until(lambda: made.asked)
+                # It pings less often than that.
+                with pytest.raises(TimeoutError, match="silence of 0.3 s"):
+                    await task
+            await follower.close()
+
+        async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+        with pytest.raises(TimeoutError, match="silence of 0.3 s"):
+            await new_follower(directory, "c").follow("127.0.0.1", server.sockets[0].getsockname()[1])
+        server.close()
 
     run(scenario())
 

@@ -15,6 +15,7 @@ from nsparq.replication.applying import Applier
 from nsparq.replication.changes import decode_changes
 from nsparq.replication.frames import (
     MAX_FRAME,
+    SILENCE_S,
     VERSION,
     BadFrame,
     Frame,
@@ -22,9 +23,10 @@ from nsparq.replication.frames import (
     FrameStream,
     proof,
     send_frame,
+    send_pings,
 )
 from nsparq.replication.joining import Joining, WaitingChanges, inventory
-from nsparq.replication.mark import Mark, read_mark, write_mark
+from nsparq.replication.mark import MARK, Mark, read_mark, write_mark
 from nsparq.replication.snapshot import remove_left_links
 from nsparq.replication.syncing import Syncing
 from nsparq.replication.tail import set_tail_aside
@@ -33,8 +35,6 @@ from nsparq.storage.files import Files
 
 logger = logging.getLogger(__name__)
 
-PING_S: Final = 1.0
-"""How often a follower shows that it is alive."""
 _CATCH_UP: Final = 4 << 20
 """Bytes of changes that a follower makes before it looks for more of them."""
 
@@ -92,15 +92,16 @@ class Follower:
         """Whether a primary has welcomed this follower."""
 
     async def follow(self, host: str, port: int) -> None:
-        """Follow a primary until the connection ends. Raises OSError, BadFrame, BadChange, Refused,
-        ForeignData."""
+        """Follow a primary until the connection ends, or the primary is silent. Raises OSError,
+        BadFrame, BadChange, Refused, ForeignData."""
         context = None if self._tls is None else self._tls.client
-        reader, writer = await asyncio.open_connection(host, port, ssl=context)
+        async with asyncio.timeout(SILENCE_S):
+            reader, writer = await asyncio.open_connection(host, port, ssl=context)
         frames = FrameStream(reader)
         try:
             await self._greet(frames, writer)
             self.is_connected = True
-            pings = asyncio.create_task(_send_pings(writer))
+            pings = asyncio.create_task(send_pings(writer))
             self._writer = writer
             try:
                 if not self._can_resume:
@@ -127,7 +128,7 @@ class Follower:
                 self._applier = None
 
     async def _greet(self, frames: FrameStream, writer: asyncio.StreamWriter) -> None:
-        challenge = await frames.take(FrameKind.CHALLENGE)
+        challenge = await frames.take_from(SILENCE_S, FrameKind.CHALLENGE)
         nonce = secrets.token_bytes(16)
         hello = {
             "version": VERSION,
@@ -138,7 +139,7 @@ class Follower:
             "number": self.number if self._can_resume else -1,
         }
         send_frame(writer, Frame.of_fields(FrameKind.HELLO, hello))
-        answer = await frames.take(FrameKind.WELCOME, FrameKind.REFUSED)
+        answer = await frames.take_from(SILENCE_S, FrameKind.WELCOME, FrameKind.REFUSED)
         if answer.kind is FrameKind.REFUSED:
             raise Refused(answer.data.decode(errors="replace"))
         epoch, resumes, given, primary = answer.fields("epoch", "resumes", "proof", "name")
@@ -166,7 +167,8 @@ class Follower:
             self._close()
             self.is_complete = False
             mark, names = read_mark(self._files, self._root), self._files.list_directory(self._root)
-            if names and (mark is None or mark.cluster != self._cluster):
+            # A crash may have left a part of the first mark.
+            if {*names} - {f"{MARK}.tmp"} and (mark is None or mark.cluster != self._cluster):
                 raise ForeignData(self._root, self._cluster)
             remove_left_links(self._root)
             was_primary = mark is not None and mark.was_primary
@@ -187,7 +189,7 @@ class Follower:
             while end is None or self.number < end or not waiting.is_empty or (taking and taking.done()):
                 if taking is None:
                     kinds = FrameKind.JOINING, FrameKind.SNAPSHOT, FrameKind.JOINED, FrameKind.CHANGES
-                    taking = asyncio.create_task(frames.take(*kinds))
+                    taking = asyncio.create_task(frames.take_from(SILENCE_S, *kinds))
                 if end is not None and not waiting.is_empty:
                     await asyncio.to_thread(self._apply_waiting, waiting)
                 else:
@@ -236,7 +238,7 @@ class Follower:
 
     async def _take_changes(self, frames: FrameStream) -> None:
         while True:
-            frame = await frames.take(FrameKind.CHANGES)
+            frame = await frames.take_from(SILENCE_S, FrameKind.CHANGES)
             await asyncio.to_thread(self._apply, frame.rest, frame.number)
             self._confirm()
             await self._syncing.has_room()
@@ -281,9 +283,3 @@ async def _end(task: asyncio.Task[Frame] | None) -> None:
     if task is not None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def _send_pings(writer: asyncio.StreamWriter) -> None:
-    while True:
-        await asyncio.sleep(PING_S)
-        send_frame(writer, Frame(FrameKind.PING))

@@ -24,6 +24,10 @@ from crc32c import crc32c
 from nsparq.errors import NsparqError
 
 VERSION: Final = 2
+PING_S: Final = 1.0
+"""How often both sides show that they are alive."""
+SILENCE_S: Final = 5.0
+"""A peer that says nothing for so long counts as lost."""
 MAX_FRAME: Final = 300 << 20
 """More than any frame has."""
 MAX_GREETING: Final = 64 << 10
@@ -136,6 +140,17 @@ class FrameStream:
         self._stream = stream
         self._ready: list[Frame] = []
 
+    async def take_from(self, silence_s: float, *kinds: FrameKind) -> Frame:
+        """The same from a peer that pings. Raises TimeoutError if it is silent."""
+        while True:
+            try:
+                async with asyncio.timeout(silence_s):
+                    frame = await self.take(FrameKind.PING, *kinds)
+            except TimeoutError as error:
+                raise TimeoutError(f"silence of {silence_s:g} s") from error
+            if frame.kind is not FrameKind.PING:
+                return frame
+
     async def take(self, *kinds: FrameKind) -> Frame:
         """The next frame, which must be of one of these kinds. Raises BadFrame, OSError."""
         while not self._ready:
@@ -154,6 +169,12 @@ def send_frame(writer: asyncio.StreamWriter, frame: Frame) -> None:
     RuntimeError."""
     if not writer.is_closing():
         writer.write(frame.encode())
+
+
+async def send_pings(writer: asyncio.StreamWriter) -> None:
+    while True:
+        await asyncio.sleep(PING_S)
+        send_frame(writer, Frame(FrameKind.PING))
 
 
 def proof(secret: bytes, side: str, challenge: bytes, name: str) -> str:

@@ -301,7 +301,7 @@ class Node:
         try:
             await server.stop()
             safe = asyncio.get_running_loop().create_future()
-            primary.when_safe(safe.set_result)
+            primary.when_safe(lambda error: None if safe.done() else safe.set_result(error))
             error = await safe
             if error is not None:
                 logger.warning("REPLICATION: followers do not have the last changes: %s", error)

@@ -17,6 +17,7 @@ from nsparq.replication.changes import Change
 from nsparq.replication.feed import Feed
 from nsparq.replication.frames import (
     MAX_FRAME,
+    SILENCE_S,
     VERSION,
     BadFrame,
     Frame,
@@ -24,6 +25,7 @@ from nsparq.replication.frames import (
     FrameStream,
     proof,
     send_frame,
+    send_pings,
 )
 from nsparq.replication.joining import Kept
 from nsparq.replication.membership import Membership
@@ -36,8 +38,6 @@ logger = logging.getLogger(__name__)
 SNAPSHOT_BYTES: Final = 1 << 20
 """Changes of a snapshot in one frame, about."""
 GREETING_S: Final = 10.0
-SILENCE_S: Final = 5.0
-"""A follower that says nothing for so long counts as lost, and one that makes no progress."""
 STALLED_S: Final = 60.0
 """The same for a follower that joins, and does not take what it is sent."""
 SNAPSHOT_RATE: Final = 50 << 20
@@ -71,6 +71,8 @@ class Primary:
         """For the broker."""
         self.acknowledging = Acknowledging(membership, change_set)
         self._followers: dict[str, _Follower] = {}
+        self._writers: set[asyncio.StreamWriter] = set()
+        """Of all connections."""
         self._server: asyncio.Server | None = None
 
     def _wake(self) -> None:
@@ -91,6 +93,9 @@ class Primary:
             self._server.close()
         for follower in [*self._followers.values()]:
             follower.end("the primary stops")
+        # Some may not have a follower yet, because they are being greeted.
+        for writer in self._writers:
+            writer.transport.abort()
 
     def when_safe(self, done: Done) -> None:
         """Call `done` once all changes so far are on every node that may take over."""
@@ -139,18 +144,24 @@ class Primary:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = writer.get_extra_info("peername")
         follower: _Follower | None = None
+        self._writers.add(writer)
         try:
             frames = FrameStream(reader)
             async with asyncio.timeout(GREETING_S):
                 name, position = await self._greet(frames, writer)
             follower = self._followers[name] = _Follower(name, self._feed, writer)
             logger.info("REPLICATION: %s has connected from %s", name, peer)
-            await self._follow(follower, frames, position)
+            pings = asyncio.create_task(send_pings(writer))
+            try:
+                await self._follow(follower, frames, position)
+            finally:
+                pings.cancel()
         except (BadFrame, OSError, TimeoutError) as error:
             reason = "it does not answer" if isinstance(error, TimeoutError) else str(error)
             logger.warning("REPLICATION: %s: connection ended: %s", follower or peer, reason)
         finally:
             writer.close()
+            self._writers.discard(writer)
             if follower is not None and self._followers.get(follower.name) is follower:
                 del self._followers[follower.name]
                 self.acknowledging.lost(follower.name)
@@ -220,12 +231,8 @@ class Primary:
 
     async def _take_inventory(self, frames: FrameStream) -> dict[str, Kept]:
         """The files that a follower has. It reads all of them first, and shows that it is alive."""
-        while True:
-            async with asyncio.timeout(self._silence):
-                frame = await frames.take(FrameKind.INVENTORY, FrameKind.PING)
-            if frame.kind is FrameKind.INVENTORY:
-                (files,) = frame.fields("files")
-                return {name: Kept(int(size), str(digests)) for name, (size, digests) in files.items()}
+        (files,) = (await frames.take_from(self._silence, FrameKind.INVENTORY)).fields("files")
+        return {name: Kept(int(size), str(digests)) for name, (size, digests) in files.items()}
 
     async def _send_snapshot(self, follower: _Follower, inventory: dict[str, Kept]) -> int:
         """Gives the number of changes that the follower must make, so that no byte of the snapshot is
