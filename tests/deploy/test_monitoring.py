@@ -53,20 +53,21 @@ class Metric(NamedTuple):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Metric]:
-    """By sample name: from an nsqd with a topic, a channel and a consumer, from a replicated one,
-    from a runner with a pipeline that has run, and Prometheus' own `up`."""
+    """By sample name: from an nsqd with a topic, a channel, a consumer and an archive, from a replicated
+    one, from a runner with a pipeline that has run, and Prometheus' own `up`."""
     found = {"up": Metric("gauge", frozenset())}
     replicated = cluster_metrics(tmp_path_factory.mktemp("cluster"))
-    for text in (replicated, *daemon_metrics(), pipeline_metrics()):
+    for text in (replicated, *daemon_metrics(tmp_path_factory.mktemp("archive")), pipeline_metrics()):
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 found[sample.name] = Metric(family.type, frozenset(sample.labels))
     return found
 
 
-def daemon_metrics() -> Iterator[str]:
+def daemon_metrics(store: Path) -> Iterator[str]:
     """Of nsqlookupd, nsqadmin and nsqd; the last counts where they have the same metrics."""
-    with BrokerThread(e2e_processing_latency_percentile=(0.5, 0.99)) as broker, start_lookupd() as lookupd:
+    flags = {"e2e_processing_latency_percentile": (0.5, 0.99), "archive": store.as_uri()}
+    with BrokerThread(**flags) as broker, start_lookupd() as lookupd:
         yield lookupd.request("GET", "/metrics").body.decode()
         history = str(Path(broker.data_path) / "history")
         with AdminThread(nsqd_http_address=(join(broker.http_address),), history_path=history) as admin:
@@ -192,6 +193,11 @@ def test_the_dashboard_shows_all_that_is_worth_a_look(exported: dict[str, Metric
     left_out = {
         "nsqd_topics",  # the variable lists them
         "nsqd_replication_epoch",  # the log has it
+        "nsqd_topic_archive_segments",  # the bytes say more
+        "nsqd_topic_archive_waiting_segments",
+        "nsqd_archive_sent_segments_total",
+        "nsqd_archive_fetched_segments_total",
+        "nsqd_archive_cache_bytes",  # has a limit
         "nsqd_disk_info",  # for nsqadmin, which lists each disk once
         "nsqd_topic_paused",
         "nsqd_topic_backend_depth",  # parts of others
