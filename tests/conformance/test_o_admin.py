@@ -42,8 +42,8 @@ NODE_KEYS = (
 ).split()
 TOPOLOGY_KEYS = {"topology_zone", "topology_region", "node_topology_zone", "node_topology_region"}
 LAG_KEYS = {"oldest_message_age_s", "drain_rate", "drain_time_s"}  # only ours has them
-GIVEN_UP_KEYS = {"dead_letter_count", "expired_count"}  # likewise
-LATER_KEYS = TOPOLOGY_KEYS | LAG_KEYS | GIVEN_UP_KEYS | {"delivery_msg_count"}  # releases differ in these
+POLICY_KEYS = {"dead_letter_count", "expired_count", "parked_count"}  # likewise
+LATER_KEYS = TOPOLOGY_KEYS | LAG_KEYS | POLICY_KEYS | {"delivery_msg_count"}  # releases differ in these
 NO_LATENCY = {"count": 0, "percentiles": None, "topic": "", "channel": "", "host": ""}
 
 

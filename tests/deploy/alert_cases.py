@@ -57,6 +57,20 @@ CASES = (
         ({"nsqd_replication_coordinator_up": "1x20"},),
     ),
     Case(
+        "NsqdArchiveNotWritten",
+        {'nsqd_topic_archive_failing{topic="t"}': "0x4 1x30"},
+        19,
+        21,
+        ({'nsqd_topic_archive_failing{topic="t"}': "0x4 1x10 0x20"},),
+    ),
+    Case(
+        "NsqdArchiveNotRead",
+        {"nsqd_archive_fetch_failing": "0x4 1x20"},
+        9,
+        11,
+        ({"nsqd_archive_fetch_failing": "0x20"},),
+    ),
+    Case(
         "NsqdDiskNearlyFull",
         {"nsqd_disk_free_bytes": "40x20", "nsqd_disk_size_bytes": "1000x20"},
         4,

@@ -227,9 +227,10 @@ def text(daemon: TestBroker) -> str:
 
 def test_a_real_prometheus_scrapes_the_daemons_and_sees_their_trouble(tmp_path: Path) -> None:
     program("prometheus")
-    # They need a damaged or full disk, a cluster, or minutes. promtool has seen them fire.
+    # They need a damaged or full disk, a cluster, an absent store, or minutes. promtool has seen them fire.
     left_out = {"NsqdDiskNearlyFull", "NsqdDiskFilling", "NsqdMessagesLost", "NsqdMessagesDropped"}
     left_out |= {"NsqdClusterWithoutPrimary", "NsqdClusterDegraded", "NsqdCoordinatorDown"}
+    left_out |= {"NsqdArchiveNotWritten", "NsqdArchiveNotRead"}
     left_out |= {"NsqTransactionDamaged", "NsqChannelLate", "NsqChannelDrainsSlowly", "NsqadminWebhookFails"}
     seen: dict[str, dict[str, str]] = {}
     with ExitStack() as stack:
