@@ -46,7 +46,8 @@ def test_the_primary_moves_by_command_and_by_button(
         other = "b" if name == "a" else "a"
         source = f"--lookupd-http-address={join(lookupd.http_address)}"
         first.publish("t", b"1")
-        wait_until(lambda: lookupd.nodes())
+        # nsqadmin goes on asking a node that it has seen.
+        wait_until(lambda: f"{name}, primary" in admin.page("/nodes"))
         status, out, err = nsparq("replication", "status", source)
         assert (status, err) == (0, "")
         assert [line.split()[:3] for line in out.splitlines()[1:]] == [

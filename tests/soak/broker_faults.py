@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from nsparq.broker.stats import broker_stats
 from tests.faults.load import LOST, Batch, LonePublisher, Publisher, Worker, await_checkpoint, drain
 from tests.soak.support import clock, table
 from tests.support import (
@@ -259,7 +258,7 @@ class Managing(Worker):
                 query = urlencode({"topic": TOPIC, "channel": REPLAYED, "time": time.time() - 1})
                 self.broker.request("POST", f"/channel/seek?{query}")
             else:
-                broker_stats(self.broker)
+                self.broker.stats()
 
 
 @dataclass(frozen=True)
