@@ -84,6 +84,7 @@ MAY_IMPORT = {
     "spark": BASE
     | {
         "addresses",
+        "archive",
         "client",
         "fetch",
         "flags",

@@ -11,7 +11,9 @@ from enum import StrEnum
 from typing import Any, Final, Generic, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from nsparq.archive.store import check_url
 from nsparq.client.connect.lookup import lookup_url
+from nsparq.errors import StartError
 from nsparq.flags import MAX_DURATION_S, format_duration, parse_duration
 from nsparq.names import is_valid_name
 from nsparq.secret_scope import SecretScope
@@ -119,6 +121,17 @@ def _directory(text: str) -> str:
     return os.path.abspath(text)
 
 
+def _store(text: str) -> str:
+    try:
+        check_url(text)
+    except StartError:
+        raise ValueError(
+            "must be the URL of a store, as of nsqd's --archive: s3://bucket/prefix, gs://bucket/prefix, "
+            "az://account/container/prefix or file:///directory"
+        ) from None
+    return text
+
+
 BOOL: Final[Kind[bool]] = Kind("true or false", _bool, lambda value: str(value).lower())
 COUNT: Final[Kind[int]] = Kind("number", lambda text: _number(text, 1))
 SIZE: Final[Kind[int]] = Kind("size", _size, _show_size)
@@ -133,6 +146,7 @@ ADDRESSES: Final[Kind[tuple[str, ...]]] = Kind("addresses", _addresses, ", ".joi
 PATTERN: Final[Kind[re.Pattern[str]]] = Kind("regular expression", _pattern, lambda pattern: pattern.pattern)
 FILE: Final[Kind[str]] = Kind("file", str)
 DIRECTORY: Final[Kind[str]] = Kind("directory", _directory)
+STORE: Final[Kind[str]] = Kind("URL of a store", _store)
 PRODUCER: Final[Kind[str]] = Kind("name", _producer)
 SEQUENCE: Final[Kind[int]] = Kind("number", lambda text: _number(text, 0))
 

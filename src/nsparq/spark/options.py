@@ -37,6 +37,7 @@ from nsparq.spark.option_fields import (
     SINK,
     SIZE,
     SOURCE,
+    STORE,
     TEXT,
     SparkOption,
     Use,
@@ -131,6 +132,13 @@ class NsqOptions:
     )
     nsqd: tuple[str, ...] = opt(
         ADDRESSES, (), "HTTP addresses of nsqd, separated by commas; instead of `nsqlookupd`, or in addition"
+    )
+    archive: str | None = opt(
+        STORE,
+        None,
+        "nsqd's `--archive`: tasks read what is archived from this store, and nsqd serves only the rest. "
+        "Credentials come from the environment of the driver and the executors, as those of nsqd do",
+        LOG,
     )
     discovery_interval: float = opt(DURATION, 5.0, "time between two searches for nodes and topics", SOURCE)
 

@@ -98,7 +98,8 @@ class LogApi:
         summary="Get the start and end of a topic's log.",
         details="`earliest` is the oldest sequence number that can be read. `latest` is the number of "
         "the next message. `visible` is where channels stop: `latest`, or the position at which the "
-        "topic was paused. Timestamps are in nanoseconds, 0 for an empty log.",
+        "topic was paused. `gaps` are half-open ranges of numbers that have no message. Timestamps are in "
+        "nanoseconds, 0 for an empty log.",
         params=(TOPIC,),
         permission="subscribe",
         success="an object",
@@ -106,6 +107,7 @@ class LogApi:
             fields(TEXT, "topic", "incarnation")
             | fields(COUNT, "earliest", "latest", "visible", "messages", "bytes")
             | fields(INT, "first_timestamp", "last_timestamp")
+            | {"gaps": listed(listed(COUNT))}
         ),
         errors=TOPIC_ERRORS,
     )
@@ -122,6 +124,7 @@ class LogApi:
             "bytes": found.size_bytes,
             "first_timestamp": found.first_ns,
             "last_timestamp": found.last_ns,
+            "gaps": topic.log.gaps.ranges,
         }
 
     @Endpoint(

@@ -113,6 +113,12 @@ class Client(HttpClient):
         with _valid_answer():
             return _positions(found)
 
+    def gaps(self, topic: str) -> list[tuple[int, int]]:
+        """Half-open ranges of numbers that have no message."""
+        found = self.get("/topic/positions", topic=topic).object()
+        with _valid_answer():
+            return [(int(low), int(high)) for low, high in found["gaps"]]
+
     def statuses(
         self, known: Mapping[str, int | None], channel: str | None, wait: float = 0.0
     ) -> dict[str, LogStatus]:

@@ -7,10 +7,12 @@ import logging
 from datetime import UTC, datetime
 from functools import partial
 
+from nsparq.errors import ArchiveUnavailable
 from nsparq.spark.cluster.api import LogStatus, Positions
 from nsparq.spark.cluster.http_client import Refused, Unreachable
 from nsparq.spark.errors import NoAnswer
 from nsparq.spark.options import NsqOptions, OptionError
+from nsparq.spark.source.archived import ArchivedLogs, time_bounds
 from nsparq.spark.source.channels import Channels
 from nsparq.spark.source.filters import Filters
 from nsparq.spark.source.peers import Log, Peers
@@ -26,9 +28,9 @@ logger = logging.getLogger(__name__)
 class Bounds:
     """Asks the nodes for the places that the options describe."""
 
-    def __init__(self, options: NsqOptions, peers: Peers, channels: Channels) -> None:
+    def __init__(self, options: NsqOptions, peers: Peers, channels: Channels, archived: ArchivedLogs) -> None:
         """Raises OptionError."""
-        self._options, self._peers, self._channels = options, peers, channels
+        self._options, self._peers, self._channels, self._archived = options, peers, channels, archived
         self._is_wanted = options.topic_filter()
         words = ("earliest", "latest", "channel")
         self._starting = Rules("startingPosition", options.starting_position, words, EARLIEST)
@@ -138,6 +140,25 @@ class Bounds:
 
     def _at_time(self, topic: str, name: str, positions: Positions, time_ns: int) -> int:
         """The first message published at or after a time."""
+        low, entry = positions.earliest, None
+        manifest = self._archived.manifest(topic, positions.incarnation, low)
+        if manifest is not None:
+            low, entry = time_bounds(manifest, low, time_ns)
+        if manifest is None or entry is None:
+            return self._search(topic, name, positions, time_ns, low, positions.visible)
+        found = self._search(topic, name, positions, time_ns, low, entry.base)
+        if found < entry.base:
+            return found
+        try:
+            found = self._archived.search_time(manifest, entry, time_ns)
+        except ArchiveUnavailable as error:
+            logger.warning("asking nsqd for a time, because the archive fails: %s", error)
+            found = self._search(topic, name, positions, time_ns, entry.base, entry.end)
+        return min(max(found, positions.earliest), positions.visible)
+
+    def _search(self, topic: str, name: str, positions: Positions, time_ns: int, low: int, high: int) -> int:
+        """The same by asking nsqd, for messages from `low` to before `high`; `high` if there is
+        none."""
 
         def read(sequence: int) -> BatchHeads:
             chunk = self._peers.probe(topic, name, positions.incarnation, sequence)
@@ -148,8 +169,7 @@ class Bounds:
                 at += head.size
             return BatchHeads(heads, sequence + 1 if chunk is None else chunk.next)
 
-        found = find_time(positions.earliest, positions.visible, time_ns, read)
-        return min(found, positions.visible)
+        return min(find_time(low, high, time_ns, read), high)
 
 
 def _shown(rule: Rule, place: Place) -> str:

@@ -20,6 +20,7 @@ from uuid import uuid4
 
 from nsparq.spark.cluster.api import LogStatus, Positions
 from nsparq.spark.options import NsqOptions
+from nsparq.spark.source.archived import ArchivedLogs
 from nsparq.spark.source.bounds import Bounds
 from nsparq.spark.source.channels import Channels
 from nsparq.spark.source.filters import Filters
@@ -90,9 +91,10 @@ class LogSource:
         self._timer = BatchTimer.of(options, clock, interval)
         self._peers = Peers(options, clock, sleep)
         self._channels = Channels(options.channel or "", self._peers)
-        self._bounds = Bounds(options, self._peers, self._channels)
+        archived = ArchivedLogs(options, clock)
+        self._bounds = Bounds(options, self._peers, self._channels, archived)
         self._losses = Losses(options, self._channels)
-        self._planner = RangePlanner(options, self._peers, self._losses)
+        self._planner = RangePlanner(options, self._peers, self._losses, archived)
         self._target: dict[tuple[str, str], int] | None = None
         """With trigger availableNow: where the query ends, by topic and incarnation."""
         self._new_query = uuid4().hex if options.own_channel and options.channel else ""

@@ -358,6 +358,19 @@ class Peers:
             logger.info("%s on %s at %d: %s", topic, name, sequence, refused)
         return None
 
+    def gaps(self, topic: str, name: str) -> list[tuple[int, int]] | None:
+        """All numbers of a log that have no message. None if the node does not say."""
+        peer = self.reachable(name)
+        if peer is None:
+            return None
+        try:
+            return peer.client.gaps(topic)
+        except Unreachable as error:
+            self.mark_away(peer, error)
+        except Refused as refused:
+            logger.info("%s on %s: %s", topic, name, refused)
+        return None
+
     def first_id(self, topic: str, name: str, sequence: int) -> int | None:
         """See Client.first_id(). None also if the node does not answer."""
         peer = self.reachable(name)

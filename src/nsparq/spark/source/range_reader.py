@@ -1,5 +1,7 @@
 """The task's part of log mode: fetches a range of a log, chunk by chunk, as record batches.
 
+The chunks come from nsqd or, for a range that is archived, from the store; if that fails, from nsqd.
+
 The next chunk is fetched while the current one is decoded and passed to Spark. A task knows only
 its range, so it returns the same rows whenever and wherever it runs again. It waits for an nsqd
 that is away, because with a local master a single failed task ends the query.
@@ -17,13 +19,16 @@ from typing import Final
 
 import pyarrow as pa
 
+from nsparq.errors import ArchiveUnavailable
 from nsparq.spark.cluster.api import Client, LogChunk
 from nsparq.spark.cluster.http_client import Access, Backoff, Refused, Unreachable
 from nsparq.spark.cluster.nodes import Cluster
 from nsparq.spark.errors import DataLoss, NoAnswer
 from nsparq.spark.options import NsqOptions
+from nsparq.spark.source.archived import ArchivedSegment, open_store
 from nsparq.spark.source.arrow import RowBuilder
 from nsparq.spark.source.plan import begins_epoch
+from nsparq.storage.manifest import SegmentEntry
 from nsparq.storage.raw_batch import CorruptRange
 
 __all__ = ["LogRange", "close_idle", "read_range"]
@@ -55,6 +60,14 @@ class LogRange:
     """The node's current name; `node` is its name in the offsets."""
     is_held: bool = False
     """The query's channel is before the range, so nsqd does not remove unread messages."""
+    entry: SegmentEntry | None = None
+    """The archived segment that has the whole range; None to read it from nsqd."""
+    gaps: tuple[tuple[int, int], ...] = ()
+    """Numbers without a message in the archived segment. nsqd itself leaves them out."""
+
+    @property
+    def log(self) -> tuple[str, str]:
+        return self.topic, self.where
 
     def __str__(self) -> str:
         return f"topic {self.topic} on {self.node}, numbers {self.start} to {self.end - 1}"
@@ -65,6 +78,7 @@ _idle: dict[tuple[str, Access], list[Client]] = {}
 
 
 def close_idle() -> None:
+    open_store.cache_clear()
     while _idle:
         for client in _idle.popitem()[1]:
             client.close()
@@ -97,6 +111,11 @@ class _RangeReader:
         """To the node that has the log."""
         self._options = options
         self._chunk = chunk
+        self._segment: ArchivedSegment | None = None
+        """Where to read from; None for nsqd."""
+        if work.entry is not None and options.archive is not None:
+            store = open_store(options.archive)
+            self._segment = ArchivedSegment.of_log(store, work.topic, work.incarnation, work.entry)
         self._bytes_per_number = work.size_bytes / max(1, work.end - work.start)
         self._stopped = Event()
         self._thread: ThreadPoolExecutor | None = None
@@ -128,7 +147,8 @@ class _RangeReader:
             try:
                 yield from builder.build(chunk.data, at, work.end, chunk.gaps)
             except CorruptRange as error:
-                # Spark has the rows before the damage. nsqd returns what is readable of the rest.
+                # Spark has the rows before the damage. nsqd returns what is readable of the rest,
+                # also if the damage is in the archive.
                 logger.error("%s: %s; asking nsqd for the readable rest", work, error)
                 at = builder.reached
                 chunk = self._verified(at)
@@ -172,6 +192,17 @@ class _RangeReader:
         return chunk
 
     def _fetch(self, at: int, *, verify: bool = False) -> LogChunk | None:
+        if self._segment is not None and not verify:
+            try:
+                return self._segment.chunk(at, self._chunk, self._work.gaps)
+            except ArchiveUnavailable as error:
+                logger.warning(
+                    "%s: reading the rest from nsqd, because the archive fails: %s", self._work, error
+                )
+        self._segment = None
+        return self._fetch_from_nsqd(at, verify=verify)
+
+    def _fetch_from_nsqd(self, at: int, *, verify: bool) -> LogChunk | None:
         work = self._work
         size = min(self._chunk, int((work.end - at) * self._bytes_per_number * 1.05) + MARGIN)
         backoff = Backoff(self._options.retry_for)
