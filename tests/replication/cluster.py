@@ -88,7 +88,9 @@ class ClusterProcesses:
 
     def find(self, in_sync: str = "", other_than: str = "") -> NodeProcess | None:
         """The same, without waiting."""
-        found = {node: node.status() for node in self.nodes.values() if node.alive()}
+        # One that is paused would not answer.
+        asked = [node for name, node in self.nodes.items() if name != other_than and node.alive()]
+        found = {node: node.status() for node in asked}
         # One that was cut off may not know yet that another has taken over.
         epoch, node = max(
             (
@@ -100,7 +102,7 @@ class ClusterProcesses:
             default=(0, None),
         )
         status = node and found[node]
-        if not status or status["primary"] == other_than or not {*in_sync} <= {*status["in_sync"]}:
+        if not status or not {*in_sync} <= {*status["in_sync"]}:
             return None
         return node
 
