@@ -30,6 +30,7 @@ LONGEST = (
     BROWSER,
     "tests/faults/",
     "tests/property/",
+    "tests/replication/",
     "tests/up/",
     "tests/spark/test_exactly_once.py",
     "tests/pipeline/test_demo.py",
