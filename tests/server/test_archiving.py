@@ -110,6 +110,21 @@ def test_the_store_is_asked_less_and_less_often_while_it_is_away(rig: ArchiveRig
     assert 15 < len(rig.store.calls) < 40
 
 
+def test_after_an_unexpected_error_the_upload_is_tried_again_later(
+    rig: ArchiveRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.channel()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.store, "put", lambda key, parts: 1 / 0)
+        rig.fill(20)
+    (warning,) = rig.broker.health.warnings.values()
+    assert "division by zero" in warning
+    assert 1 <= sum("internal error" in one.message for one in caplog.records) <= 4
+    rig.settle(60)
+    assert rig.broker.health.warnings == {}
+    assert rig.objects(".log")
+
+
 def test_what_the_store_has_is_not_sent_again(rig: ArchiveRig) -> None:
     rig.channel()
     rig.store.kill_at(10_000)

@@ -76,7 +76,9 @@ class Upload:
                 self.manifest = manifest
             if self.collects_at_s is not None:
                 self.archive.collect(self.collects_at_s)
-        except (OSError, Replaced) as error:
+        except Exception as error:
+            if not isinstance(error, OSError | Replaced):
+                logger.exception("archive: internal error")
             self.error = error
 
 
@@ -267,7 +269,7 @@ class Archiving:
             error = None
         if error is not None:
             self.error = str(error)
-        if isinstance(error, OSError):
+        if error is not None and not isinstance(error, Replaced):
             self._retry_at = now_s + self._backoff_s
             self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
         else:
