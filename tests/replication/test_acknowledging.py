@@ -20,7 +20,7 @@ NAMES = ("a", "b", "c")
 
 class Coordinator:
     def __init__(self) -> None:
-        self.membership = Membership(1, "a", frozenset("a"), {name: f"{name}:4160" for name in NAMES})
+        self.membership = Membership(1, "a", {"a": ""}, {name: f"{name}:4160" for name in NAMES})
         self.version = 1
 
     def compare_and_set(self, version: int, wanted: Membership) -> bool:
@@ -35,6 +35,8 @@ class Coordinator:
 class Node:
     name: str
     changes: list[str] = field(default_factory=list)
+    copy: str = ""
+    """The id of its changes."""
     epoch: int = 0
     """The latest that it has heard of."""
     primary: Acknowledging | None = None
@@ -173,7 +175,7 @@ class World:
         if not resumes:
             if leader.primary.may_take_over(follower.name) and self.bug != "empties a node of the set":
                 return
-            follower.changes = []
+            follower.changes, follower.copy = [], str(self.chance.random())
         self._connections[place] = connection = self.chance.randrange(1 << 30)
         follower.epoch = leader.epoch
 
@@ -183,7 +185,7 @@ class World:
             if not resumes:
                 follower.changes = [*leader.changes]
             number = len(follower.changes)
-            leader.primary.caught_up(follower.name, Progress(number, number))
+            leader.primary.caught_up(follower.name, follower.copy, Progress(number, number))
             self._send(leader, follower, connection)
 
         self.events.append(joined)
@@ -215,14 +217,16 @@ class World:
         """A node believes that the primary is gone, rightly or not, and takes over if it may."""
         node = self.chance.choice([*self.nodes.values()])
         found, version = self.coordinator.membership, self.coordinator.version
-        may = node.name in found.in_sync or self.bug == "elects from outside of the set"
+        may = found.copies.get(node.name) == node.copy or self.bug == "elects from outside of the set"
         if node.primary is not None or not may:
             return
 
         def arrive() -> None:
+            copy = f"{node.name}{version}"
             if node.primary is None and self.coordinator.compare_and_set(
-                version, found.taken_over_by(node.name)
+                version, found.taken_over_by(node.name, copy)
             ):
+                node.copy = copy
                 self._connections = {p: n for p, n in self._connections.items() if p[1] != node.name}
                 self._lead(node, self.coordinator.membership)
                 self.check(node)

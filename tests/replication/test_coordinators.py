@@ -15,7 +15,7 @@ from nsparq.replication.postgresql import PostgreSql
 from tests.replication.coordinators import run_etcd, run_postgresql
 from tests.support.aio import run
 
-FIRST = Membership(1, "a", frozenset("a"), {"a": "10.0.0.1:4160"})
+FIRST = Membership(1, "a", {"a": "1"}, {"a": "10.0.0.1:4160"})
 NewClient = Callable[[float], Coordinator]
 
 
@@ -46,10 +46,10 @@ def test_the_record_changes_by_compare_and_set_alone(new_client: NewClient) -> N
         made = await asyncio.gather(*tries)
         (first,) = [found for found in made if found is not None]
         assert await other.observe() == State(first, "")
-        second = FIRST.with_in_sync(frozenset("ab"))
+        second = FIRST.with_copies({"a": "1", "b": "2"})
         found = await other.compare_and_set(first.version, second)
         assert found is not None and found.version > first.version
-        assert await one.compare_and_set(first.version, FIRST.taken_over_by("b")) is None
+        assert await one.compare_and_set(first.version, FIRST.taken_over_by("b", "3")) is None
         assert await one.compare_and_set(0, FIRST) is None
         assert await one.observe() == State(found, "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGCONT, SIGSTOP
@@ -15,6 +16,7 @@ from tests.support import wait_until
 from tests.support.connection import ERROR, ConnectionClosed
 
 TOO_FEW = "1 of at least 2 nodes are in sync: publishes are refused"
+REFUSED = "that has everything: it is a backup, or another node has the same name"
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +153,46 @@ def test_a_node_whose_disk_was_replaced_does_not_take_over(etcd: str, tmp_path: 
         kept.rename(tmp_path / "a")
         node.start()
         assert consume(cluster.primary(), "t", 1) == [b"the only copy"]
+
+
+def test_only_the_copy_that_confirmed_takes_over_under_its_name(etcd: str, tmp_path: Path) -> None:
+    """Not a backup that was put back, and not another node that was given the same name."""
+    with run_cluster(tmp_path, etcd, names="a") as cluster:
+        first, second = cluster.primary(), cluster.add("b")
+        cluster.primary("ab")
+        second.stop()
+        backup = shutil.copytree(tmp_path / "b", tmp_path / "backup")
+        second.start()
+        wait_until(lambda: (first.status() or {})["in_sync"] == ["a", "b"])
+        first.publish("t", b"acknowledged")
+        # Both are in the record.
+        first.kill()
+        second.kill()
+        shutil.rmtree(tmp_path / "b")
+        backup.rename(tmp_path / "b")
+        second.start()
+        wait_until(lambda: REFUSED in second.stderr_text() or cluster.find())
+        assert REFUSED in second.stderr_text()
+        first.start()
+        assert cluster.primary("ab") is first
+        assert consume(first, "t", 1) == [b"acknowledged"]
+
+
+def test_a_backup_of_the_primary_does_not_take_over(etcd: str, tmp_path: Path) -> None:
+    with run_cluster(tmp_path, etcd, names="a") as cluster:
+        node = cluster.primary()
+        node.stop()
+        backup = shutil.copytree(tmp_path / "a", tmp_path / "backup")
+        node.start()
+        cluster.primary().publish("t", b"acknowledged")
+        node.kill()
+        kept = (tmp_path / "a").rename(tmp_path / "kept")
+        backup.rename(tmp_path / "a")
+        node.start()
+        wait_until(lambda: REFUSED in node.stderr_text() or cluster.find())
+        assert REFUSED in node.stderr_text()
+        node.stop()
+        shutil.rmtree(tmp_path / "a")
+        kept.rename(tmp_path / "a")
+        node.start()
+        assert consume(cluster.primary(), "t", 1) == [b"acknowledged"]

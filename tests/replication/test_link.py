@@ -20,9 +20,10 @@ from nsparq.options import NsqdOptions
 from nsparq.replication.acknowledging import Fenced
 from nsparq.replication.follower import Follower, Refused
 from nsparq.replication.frames import BadFrame, Frame, FrameKind, FrameReader, send_frame
+from nsparq.replication.mark import read_mark
 from nsparq.replication.membership import Membership
 from nsparq.replication.primary import Primary
-from nsparq.storage.files import Work
+from nsparq.storage.files import Files, Work
 from tests.broker.rig import Receipt, publish
 from tests.faults.power_cut import Life, QuickFiles, drop
 from tests.replication.test_applying import content
@@ -44,9 +45,7 @@ class Cluster:
     def __init__(self, directory: Path, **more: Any) -> None:
         self.path = directory / "a"
         self.asked: list[Membership] = []
-        self.primary = Primary(
-            self.path, Membership(1, "a", frozenset("a")), SECRET, self.asked.append, **more
-        )
+        self.primary = Primary(self.path, Membership(1, "a", {"a": "1"}), SECRET, self.asked.append, **more)
         self.port = 0
         primary = self.primary
 
@@ -161,6 +160,49 @@ def test_a_node_of_the_set_is_not_emptied(directory: Path) -> None:
     run(scenario())
 
 
+def test_two_followers_of_one_name(directory: Path) -> None:
+    def follower_named_b(path: str) -> Follower:
+        (directory / path).mkdir()
+        return Follower(directory / path, "test", "b", SECRET, QuickFiles())
+
+    async def scenario() -> None:
+        async with cluster(directory) as made:
+            made.life.step(10)
+            one, two = follower_named_b("one"), follower_named_b("two")
+            async with following(one, made.port):
+                await until(lambda: made.asked)
+                made.grant()
+                # The first one stays.
+                with pytest.raises(Refused, match="another node with the name 'b' is connected, from 127"):
+                    await two.follow("127.0.0.1", made.port)
+                made.life.step(10)
+                await made.is_safe()
+                assert content(directory / "one") == content(made.path)
+            await until(lambda: made.asked)
+            made.grant()
+            async with following(two, made.port):
+                await until(lambda: made.asked)
+                made.grant()
+                assert made.in_sync == "ab"
+            await until(lambda: made.asked)
+            # The record says that the copy of the second one may take over. So what the first one
+            # confirms would count for nothing.
+            with pytest.raises(Refused, match="must leave that first"):
+                await one.follow("127.0.0.1", made.port)
+            made.grant()
+            async with following(one, made.port):
+                await until(lambda: made.asked)
+                made.grant()
+            copies = [read_mark(Files(), directory / path) for path in ("one", "two")]
+            assert copies[0] is not None and copies[1] is not None
+            known = made.primary.acknowledging.membership.copies["b"]
+            assert known in copies[0].copies and known not in copies[1].copies
+            await one.close()
+            await two.close()
+
+    run(scenario())
+
+
 class SlowFiles(QuickFiles):
     """A disk whose syncs wait until the test lets them end."""
 
@@ -219,7 +261,7 @@ def test_only_what_promises_an_fsync_waits_for_a_follower_that_syncs_slowly(
     async def scenario() -> None:
         (directory / "a").mkdir()
         asked: list[Membership] = []
-        primary = Primary(directory / "a", Membership(1, "a", frozenset("a")), SECRET, asked.append)
+        primary = Primary(directory / "a", Membership(1, "a", {"a": "1"}), SECRET, asked.append)
         port = await primary.listen("127.0.0.1", 0)
         disk = SlowFiles()
         (directory / "b").mkdir()

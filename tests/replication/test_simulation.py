@@ -21,6 +21,7 @@ from nsparq.replication.changes import Change, Kind, decode_changes
 from nsparq.replication.coordinator import Found, State
 from nsparq.replication.follower import Follower
 from nsparq.replication.joining import Joining, WaitingChanges
+from nsparq.replication.mark import read_mark
 from nsparq.replication.membership import Membership
 from nsparq.replication.node import Node
 from nsparq.replication.snapshot import Snapshot
@@ -79,9 +80,10 @@ should_take_over = Node._should_take_over
 
 def elect_from_a_stale_set(self: Node, state: State) -> bool:
     """Nodes that have left the set are still in it."""
-    if state.found is not None:
-        every = frozenset("abc")
-        state = State(Found(state.found.membership.with_in_sync(every), state.found.version), state.alive)
+    mark = read_mark(self._files, self.settings.root)
+    if state.found is not None and mark is not None and mark.copies:
+        copies = {**dict.fromkeys("abc", ""), self.settings.name: mark.copies[0]}
+        state = State(Found(state.found.membership.with_copies(copies), state.found.version), state.alive)
     return should_take_over(self, state)
 
 

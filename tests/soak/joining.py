@@ -55,7 +55,7 @@ async def run(directory: Path, gib: float) -> int:
         with (root / f"segment-{number // SEGMENT_BLOCKS}").open("ab") as file:
             file.write(number.to_bytes(4) + block[4:])
     asked: list[Membership] = []
-    primary = Primary(root, Membership(1, "a", frozenset("a")), SECRET, asked.append)
+    primary = Primary(root, Membership(1, "a", {"a": "1"}), SECRET, asked.append)
     port = await primary.listen("127.0.0.1", 0)
     before = peak_mib()
     process = multiprocessing.get_context("spawn").Process(target=follow, args=(port, str(copy)))

@@ -59,6 +59,8 @@ class Acknowledging:
         self._recorded = 0
         self._confirmed: dict[str, Progress] = {}
         """Of each connected follower."""
+        self._copies = dict(membership.copies)
+        """Ids of the copies of these nodes. Whose copy is needed keeps its id."""
         self._caught_up: set[str] = set()
         """Followers that are in the set, or are about to be."""
         self._acknowledged = NOTHING
@@ -110,6 +112,10 @@ class Acknowledging:
         behind."""
         return name in self._required()
 
+    def needs_other_copy(self, name: str, copy: str) -> bool:
+        """Whether this node may take over with another copy than this one."""
+        return self.may_take_over(name) and self._copies[name] != copy
+
     def _acknowledge(self) -> None:
         if self._error is not None:
             waiting = [*self._waiting, *self._awaited_syncs]
@@ -147,8 +153,9 @@ class Acknowledging:
         self._confirmed[name] = progress
         self._adjust()
 
-    def caught_up(self, name: str, progress: Progress) -> None:
-        """A follower has got so far, and follows from there on."""
+    def caught_up(self, name: str, copy: str, progress: Progress) -> None:
+        """A follower with this copy has got so far, and follows from there on."""
+        self._copies[name] = copy
         self._caught_up.add(name)
         self._confirmed[name] = progress
         self._adjust()
@@ -166,7 +173,7 @@ class Acknowledging:
         complete = [name for name in self._caught_up if self._has_all(self._confirmed[name])]
         should_be = (self.membership.in_sync & self._caught_up) | {self.membership.primary, *complete}
         if self._wanted is None and self._error is None and should_be != self.membership.in_sync:
-            self._wanted = self.membership.with_in_sync(should_be)
+            self._wanted = self.membership.with_copies({name: self._copies[name] for name in should_be})
             self._change_set(self._wanted)
         self._acknowledge()
 

@@ -82,6 +82,10 @@ class Follower:
         self._lock = RLock()
         """Held by whoever changes the data path. A thread goes on for a moment when the task that
         waits for it is cancelled."""
+        self._process = secrets.token_hex(8)
+        """Tells this follower from another one of the same name."""
+        self._copy = ""
+        """Id of the copy, which the primary has given to it."""
         self.epoch = 0
         self.number = 0
         """Changes of this epoch that were made here. Some may still have to be synced."""
@@ -137,18 +141,20 @@ class Follower:
             "nonce": nonce.hex(),
             "epoch": self.epoch,
             "number": self.number if self._can_resume else -1,
+            "copy": self._copy,
+            "process": self._process,
         }
         send_frame(writer, Frame.of_fields(FrameKind.HELLO, hello))
         answer = await frames.take_from(SILENCE_S, FrameKind.WELCOME, FrameKind.REFUSED)
         if answer.kind is FrameKind.REFUSED:
             raise Refused(answer.data.decode(errors="replace"))
-        epoch, resumes, given, primary = answer.fields("epoch", "resumes", "proof", "name")
+        epoch, resumes, given, primary, copy = answer.fields("epoch", "resumes", "proof", "name", "copy")
         if not hmac.compare_digest(str(given), proof(self._secret, "primary", nonce, str(primary))):
             raise BadFrame("the primary does not know the cluster's secret")
         if epoch < self.epoch:
             raise BadFrame(f"a primary of epoch {epoch}, after one of epoch {self.epoch}")
         frames.reader.limit = MAX_FRAME
-        self.epoch = epoch
+        self.epoch, self._copy = epoch, str(copy)
         logger.info("REPLICATION: %s follows %s, epoch %d", self._name, primary, epoch)
         if not resumes:
             await self._syncing.close()
@@ -231,7 +237,7 @@ class Follower:
     def _complete(self) -> None:
         with self._lock:
             set_tail_aside(self._files, self._root, self.epoch)
-            write_mark(self._files, self._root, Mark(self._cluster, is_complete=True))
+            write_mark(self._files, self._root, Mark(self._cluster, True, copies=(self._copy,)))
             self.is_complete = True
 
     # following

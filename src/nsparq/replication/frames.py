@@ -23,7 +23,7 @@ from crc32c import crc32c
 
 from nsparq.errors import NsparqError
 
-VERSION: Final = 2
+VERSION: Final = 3
 PING_S: Final = 1.0
 """How often both sides show that they are alive."""
 SILENCE_S: Final = 5.0
@@ -40,8 +40,8 @@ _NUMBERS: Final = struct.Struct(">QQ")
 
 class FrameKind(IntEnum):
     CHALLENGE = 1  # to the follower: random bytes
-    HELLO = 2  # to the primary: JSON with version, name, proof, nonce, and the epoch and number that it has
-    WELCOME = 3  # to the follower: JSON with name, proof, epoch, and whether it goes on where it was
+    HELLO = 2  # to the primary: JSON with version, name, proof, nonce, process, and its epoch, number, copy
+    WELCOME = 3  # to the follower: JSON with name, proof, epoch, copy, and whether it goes on where it was
     REFUSED = 4  # to the follower: the reason, as text
     SNAPSHOT = 5  # to the follower: changes that make its data path equal to a snapshot
     JOINED = 6  # to the follower: end of the snapshot; its bytes may have that many changes

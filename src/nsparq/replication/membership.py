@@ -9,6 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
+
+_FORMAT: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,34 +20,40 @@ class Membership:
     """Grows with every change of the primary."""
     primary: str
     """Name of the node that serves clients."""
-    in_sync: frozenset[str]
-    """Nodes that have everything that was acknowledged; the primary is one of them. Only these may
-    take over."""
+    copies: Mapping[str, str]
+    """Ids of the copies that have everything that was acknowledged, by the name of their node; the
+    primary is one of them. Only these may take over."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Where nodes are found, by name."""
     tcp_address: str = ""
     """`host:port` where clients find the primary; empty if it is not known."""
     http_address: str = ""
 
-    def with_in_sync(self, names: frozenset[str]) -> Membership:
-        return replace(self, in_sync=names)
+    @property
+    def in_sync(self) -> frozenset[str]:
+        """Names of the nodes that have everything that was acknowledged."""
+        return frozenset(self.copies)
 
-    def taken_over_by(self, name: str) -> Membership:
+    def with_copies(self, copies: Mapping[str, str]) -> Membership:
+        return replace(self, copies=copies)
+
+    def taken_over_by(self, name: str, copy: str) -> Membership:
         """The next epoch. The old primary has to join again, and its clients go elsewhere."""
         return replace(
             self,
             epoch=self.epoch + 1,
             primary=name,
-            in_sync=frozenset([name]),
+            copies={name: copy},
             tcp_address="",
             http_address="",
         )
 
     def to_json(self) -> bytes:
         fields = {
+            "format": _FORMAT,
             "epoch": self.epoch,
             "primary": self.primary,
-            "in_sync": sorted(self.in_sync),
+            "in_sync": dict(self.copies),
             "addresses": dict(self.addresses),
             "tcp_address": self.tcp_address,
             "http_address": self.http_address,
@@ -53,11 +62,16 @@ class Membership:
 
     @classmethod
     def from_json(cls, text: bytes) -> Membership:
+        """Raises ValueError if this version does not know the form."""
         fields = json.loads(text)
+        if (found := fields.get("format", _FORMAT)) != _FORMAT:
+            raise ValueError(f"the record has format {found}, and this version knows {_FORMAT}")
+        copies = fields["in_sync"]
         return cls(
             fields["epoch"],
             fields["primary"],
-            frozenset(fields["in_sync"]),
+            # Before format 2 it was a list of names.
+            dict.fromkeys(copies, "") if isinstance(copies, list) else copies,
             fields["addresses"],
             fields.get("tcp_address", ""),
             fields.get("http_address", ""),

@@ -27,7 +27,7 @@ from nsparq.replication.changes import BadChange
 from nsparq.replication.coordinator import Coordinator, Found, NoAnswer, State
 from nsparq.replication.follower import Follower, ForeignData, Refused
 from nsparq.replication.frames import BadFrame
-from nsparq.replication.mark import Mark, read_mark, write_mark
+from nsparq.replication.mark import Mark, new_copy_id, read_mark, write_mark
 from nsparq.replication.membership import Membership
 from nsparq.replication.primary import SNAPSHOT_RATE, Primary
 from nsparq.replication.tls import NodeTls
@@ -216,13 +216,24 @@ class Node:
                 level=logging.ERROR,
             )
             return False
+        if membership.copies[name] not in mark.copies:
+            self._show(
+                f"cannot take over: {self.settings.root} is not the copy of {name!r} that has everything: "
+                "it is a backup, or another node has the same name",
+                level=logging.ERROR,
+            )
+            return False
         return True
 
     async def _take_over(self, state: State) -> Found | None:
         """None if another node was first. Raises NoAnswer if nobody knows."""
         settings, name = self.settings, self.settings.name
         before, version = state.found or (None, 0)
-        wanted = Membership(1, name, frozenset([name])) if before is None else before.taken_over_by(name)
+        copy, mark = new_copy_id(), read_mark(self._files, settings.root)
+        if mark is not None and mark.cluster == settings.cluster:
+            # The record may get the new id although no answer comes.
+            write_mark(self._files, settings.root, mark._replace(copies=(*mark.copies, copy)))
+        wanted = Membership(1, name, {name: copy}) if before is None else before.taken_over_by(name, copy)
         wanted = replace(
             wanted,
             addresses={**wanted.addresses, name: settings.address},
@@ -258,7 +269,8 @@ class Node:
         settings = self.settings
         self._show(f"{settings.name} is primary, in epoch {found.membership.epoch}")
         self._should_end.clear()
-        write_mark(self._files, settings.root, Mark(settings.cluster, is_complete=True, was_primary=True))
+        copies = (found.membership.copies[settings.name],)
+        write_mark(self._files, settings.root, Mark(settings.cluster, True, was_primary=True, copies=copies))
         record = _Record(self._coordinator, found, self._should_end.set, self.known)
         primary = Primary(
             settings.root,

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, get_ident
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from nsparq.replication.acknowledging import NOTHING, Acknowledging, ChangeSet, Done, Progress
 from nsparq.replication.changes import Change
@@ -28,6 +28,7 @@ from nsparq.replication.frames import (
     send_pings,
 )
 from nsparq.replication.joining import Kept
+from nsparq.replication.mark import new_copy_id
 from nsparq.replication.membership import Membership
 from nsparq.replication.recording import PrimaryFiles
 from nsparq.replication.snapshot import Snapshot, remove_left_links
@@ -148,9 +149,9 @@ class Primary:
         try:
             frames = FrameStream(reader)
             async with asyncio.timeout(GREETING_S):
-                name, position = await self._greet(frames, writer)
-            follower = self._followers[name] = _Follower(name, self._feed, writer)
-            logger.info("REPLICATION: %s has connected from %s", name, peer)
+                follower, position = await self._greet(frames, writer)
+            self._followers[follower.name] = follower
+            logger.info("REPLICATION: %s has connected from %s", follower, peer)
             pings = asyncio.create_task(send_pings(writer))
             try:
                 await self._follow(follower, frames, position)
@@ -166,9 +167,8 @@ class Primary:
                 del self._followers[follower.name]
                 self.acknowledging.lost(follower.name)
 
-    async def _greet(self, frames: FrameStream, writer: asyncio.StreamWriter) -> tuple[str, int | None]:
-        """The follower's name, and how many changes of this epoch it has; None if it must join
-        anew."""
+    async def _greet(self, frames: FrameStream, writer: asyncio.StreamWriter) -> tuple[_Follower, int | None]:
+        """The follower, and how many changes of this epoch it has; None if it must join anew."""
         challenge = secrets.token_bytes(16)
         send_frame(writer, Frame(FrameKind.CHALLENGE, challenge))
         hello = await frames.take(FrameKind.HELLO)
@@ -178,31 +178,40 @@ class Primary:
         if not hmac.compare_digest(str(given), proof(self._secret, "follower", challenge, str(name))):
             writer.write(Frame(FrameKind.REFUSED, b"it has another secret than the primary").encode())
             raise BadFrame("the follower does not know the cluster's secret")
+        if version != VERSION:
+            self._refuse(writer, name, f"the primary speaks version {VERSION} of the protocol, not {version}")
+        process, copy = map(str, hello.fields("process", "copy"))
         earlier = self._followers.get(str(name))
+        if earlier is not None and earlier.process != process:
+            host = earlier.writer.get_extra_info("peername")[0]
+            reason = f"another node with the name {name!r} is connected, from {host}"
+            self._refuse(writer, name, f"{reason}: give each node a --replication-name of its own")
         if earlier is not None:
             earlier.end("it has connected again")
         membership = self.acknowledging.membership
         resumes = epoch == membership.epoch and self._feed.since(number) is not None
-        reason = ""
-        if version != VERSION:
-            reason = f"the primary speaks version {VERSION} of the protocol, not {version}"
-        elif self.acknowledging.is_fenced or epoch > membership.epoch:
-            reason = "this node is no longer primary"
-        elif not resumes and self.acknowledging.may_take_over(str(name)):
-            # It would change its data path, which may be the last copy of what was acknowledged.
-            reason = "it is still in the in-sync set, and must leave that first; try again"
-        if reason:
-            send_frame(writer, Frame(FrameKind.REFUSED, reason.encode()))
-            raise BadFrame(f"{name} was refused: {reason}")
+        if not resumes:
+            copy = new_copy_id()
+        if self.acknowledging.is_fenced or epoch > membership.epoch:
+            self._refuse(writer, name, "this node is no longer primary")
+        if self.acknowledging.needs_other_copy(str(name), copy):
+            # It would change its data path, which may be the last copy of what was acknowledged. Or
+            # another node of that name has the copy.
+            self._refuse(writer, name, "it is still in the in-sync set, and must leave that first; try again")
         frames.reader.limit = MAX_FRAME
         welcome = {
             "epoch": membership.epoch,
             "resumes": resumes,
             "proof": proof(self._secret, "primary", bytes.fromhex(nonce), membership.primary),
             "name": membership.primary,
+            "copy": copy,
         }
         send_frame(writer, Frame.of_fields(FrameKind.WELCOME, welcome))
-        return str(name), int(number) if resumes else None
+        return _Follower(str(name), process, copy, self._feed, writer), int(number) if resumes else None
+
+    def _refuse(self, writer: asyncio.StreamWriter, name: str, reason: str) -> NoReturn:
+        send_frame(writer, Frame(FrameKind.REFUSED, reason.encode()))
+        raise BadFrame(f"{name} was refused: {reason}")
 
     async def _follow(self, follower: _Follower, frames: FrameStream, position: int | None) -> None:
         """Serve a follower until its connection ends."""
@@ -217,10 +226,12 @@ class Primary:
             async with asyncio.timeout(self._silence):
                 frame = await frames.take(FrameKind.CONFIRM, FrameKind.PING)
             if frame.kind is FrameKind.CONFIRM:
+                if self._followers.get(follower.name) is not follower:
+                    raise ConnectionResetError("it has connected again")
                 progress, follower.confirmed_s = Progress(*frame.numbers), self._loop.time()
                 if not is_caught_up and progress.made >= position:
                     is_caught_up = True
-                    self.acknowledging.caught_up(follower.name, progress)
+                    self.acknowledging.caught_up(follower.name, follower.copy, progress)
                 elif is_caught_up:
                     self.acknowledging.confirmed(follower.name, progress)
             elif min(progress) >= (follower.position or 0):
@@ -275,8 +286,12 @@ class Primary:
 class _Follower:
     """A follower that is connected."""
 
-    def __init__(self, name: str, feed: Feed, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, name: str, process: str, copy: str, feed: Feed, writer: asyncio.StreamWriter) -> None:
         self.name = name
+        self.process = process
+        """Another one of the same name has another."""
+        self.copy = copy
+        """Id of its copy: see mark."""
         self.writer = writer
         self.position: int | None = None
         """Changes that were sent; None before it has a snapshot."""

@@ -30,7 +30,7 @@ STATUS: Final = obj(
     | fields(TEXT, "primary", "primary_tcp_address", "primary_http_address")
     | {"in_sync": listed(TEXT), "followers": listed(FOLLOWER), "problems": listed(TEXT)}
 )
-NO_RECORD: Final = Membership(0, "", frozenset())
+NO_RECORD: Final = Membership(0, "", {})
 
 
 class ClusterState:
