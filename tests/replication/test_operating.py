@@ -16,7 +16,7 @@ from tests.replication.cluster import ClusterProcesses, NodeProcess, run_cluster
 from tests.replication.coordinators import run_etcd
 from tests.replication.test_failover import TOO_FEW, consume
 from tests.server.auth.test_guard import bearer, identity
-from tests.support import wait_until
+from tests.support import BrokerThread, wait_until
 from tests.support.certificates import issue
 from tests.support.lookupd import LookupdProcess
 
@@ -280,3 +280,25 @@ def test_a_pair_survives_the_loss_of_both_at_once_and_of_its_coordinator(etcd: s
             assert sorted(consume(second, "t", 2)) == [b"1", b"2"]
             for node in cluster.nodes.values():
                 node.kill()
+
+
+def test_no_topic_of_a_cluster_acknowledges_from_memory(etcd: str, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    wanted = "/topic/settings?topic=t", b'{"durability": "memory"}'
+    with BrokerThread(tmp_path / "a") as alone:
+        alone.control("create", "t")
+        alone.request("PUT", *wanted).expect_json()
+    with run_cluster(tmp_path, etcd, names="a") as cluster:
+        node = cluster.primary()
+        settings = json.loads(node.http("GET", "/topic/settings", topic="t"))
+        assert (settings["durability"], settings["effective"]["durability"]) == (None, "os")
+        assert "t: durability memory does not work in a cluster" in node.stderr_text()
+        answer = node.request("PUT", *wanted)
+        error = json.loads(answer.body)
+        assert (answer.status, error["message"]) == (400, "INVALID_SETTINGS")
+        assert error["reason"].startswith('durability "memory" does not work with --replication-cluster')
+        # A follower would notice the mistake only when it takes over.
+        (tmp_path / "topics.toml").write_text('[topics.t]\ndurability = "memory"')
+        follower = cluster.add("b", topics_file=str(tmp_path / "topics.toml"))
+        assert follower.wait() == 1
+        assert 'topics.t.durability: durability "memory" does not work' in follower.stderr_text()

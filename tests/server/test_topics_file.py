@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from nsparq.errors import StartError
+from nsparq.options import NsqdOptions
 from nsparq.server.topics_file import TopicsFileError, read_topics_file
 from tests.broker.rig import Rig
 from tests.support import BrokerThread, wait_until
@@ -128,6 +129,8 @@ def test_sighup_applies_the_file_again_and_a_mistake_changes_nothing(
         ("[topics.t]\nretention = 1", "topics.t.retention: there is no such key; there are retention_age, "),
         ("[topics.orders.eu]", "topics.orders.eu: there is no such key; there are retention_age, "),
         ('[topics.t]\ndurability = "disk"', "topics.t.durability: durability must be"),
+        ('[topics.t]\ndurability = "memory"', 'topics.t.durability: durability "memory" does not work with'),
+        ("[topics.t]\narchive = true", "topics.t.archive: there is no archive: nsqd runs without --archive"),
         ('[topics.t]\nretention_age = "1x"', "topics.t.retention_age: retention_age must be seconds, or"),
         ("[topics.t]\npolicy = { attempts = 3 }", "topics.t.policy: a policy has no 'attempts'"),
         ("[topics.t]\nchannels = []", "topics.t.channels: must be a table for each channel"),
@@ -152,7 +155,7 @@ def test_a_mistake_is_named_with_its_file_and_key(tmp_path: Path, text: str, rea
     path = tmp_path / "topics.toml"
     path.write_text(text)
     with pytest.raises(TopicsFileError) as caught:
-        read_topics_file(path)
+        read_topics_file(path, NsqdOptions(replication_cluster="orders"))
     assert str(caught.value).startswith(f"{path}: {reason}")
 
 
@@ -190,7 +193,7 @@ def apply(rig: Rig, path: Path, **targets: str) -> None:
     path.write_text(
         "".join(f'[topics.{name}]\npolicy = {{ dead_letters = "{to}" }}\n' for name, to in targets.items())
     )
-    read_topics_file(path).apply(rig.broker)
+    read_topics_file(path, rig.broker.options).apply(rig.broker)
 
 
 def test_only_the_policies_after_the_change_may_not_make_a_circle(tmp_path: Path, rig: Rig) -> None:
@@ -209,7 +212,7 @@ def test_only_the_policies_after_the_change_may_not_make_a_circle(tmp_path: Path
 def test_a_file_that_is_applied_again_writes_nothing(tmp_path: Path, rig: Rig) -> None:
     path = tmp_path / "topics.toml"
     path.write_text(FILE)
-    read_topics_file(path).apply(rig.broker)
+    read_topics_file(path, rig.broker.options).apply(rig.broker)
     before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
-    read_topics_file(path).apply(rig.broker)
+    read_topics_file(path, rig.broker.options).apply(rig.broker)
     assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()} == before

@@ -10,6 +10,7 @@ from typing import Any
 
 from nsparq.delivery_policy import DeliveryPolicy, parse_policy
 from nsparq.flags import parse_duration
+from nsparq.options import NsqdOptions
 from nsparq.storage.log import Durability, LogSettings
 
 
@@ -37,6 +38,16 @@ class TopicSettings:
     def changed(self, changes: Mapping[str, object], topic: str = "") -> TopicSettings:
         """A copy with other values, by name. Raises ValueError with a text for the user."""
         return replace(self, **{name: _checked(name, value, topic) for name, value in changes.items()})
+
+    def check(self, options: NsqdOptions) -> None:
+        """Raises ValueError if they do not work with these flags."""
+        if self.archive and not options.archive:
+            raise ValueError("there is no archive: nsqd runs without --archive")
+        if self.durability == Durability.MEMORY.value and options.replication_cluster:
+            raise ValueError(
+                'durability "memory" does not work with --replication-cluster: messages would be '
+                "acknowledged before they are copied"
+            )
 
     def applied_to(self, flags: LogSettings) -> LogSettings:
         """The settings of the topic's log."""

@@ -350,8 +350,7 @@ class Topic:
         if self.directory is None:
             raise ValueError(f"{self} is ephemeral: it is not kept on disk, and has no settings for that")
         settings = self.settings.changed(changes, self.name)
-        if settings.archive and self.broker.archive is None:
-            raise ValueError("there is no archive: nsqd runs without --archive")
+        settings.check(self.broker.options)
         if settings.policy is not None:
             refuse_cycle(self, settings.policy)
         return settings
@@ -389,6 +388,9 @@ class Topic:
         return applied
 
     def _restore_settings(self, stored: Mapping[str, object]) -> None:
+        if self.broker.options.replication_cluster and stored.get("durability") == Durability.MEMORY.value:
+            logger.warning("%s: durability memory does not work in a cluster, so the flag applies", self)
+            stored = {**stored, "durability": None}
         try:
             self._apply(self.settings.changed(stored, self.name))
         except ValueError as error:

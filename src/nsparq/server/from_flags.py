@@ -73,7 +73,7 @@ def refusal_of(options: NsqdOptions, https_port: int) -> Response | None:
 
 def topics_file_of(options: NsqdOptions) -> TopicsFile:
     """Empty if there is none. Raises StartError."""
-    return read_topics_file(Path(options.topics_file)) if options.topics_file else TopicsFile()
+    return read_topics_file(Path(options.topics_file), options) if options.topics_file else TopicsFile()
 
 
 def limits_of(options: NsqdOptions) -> Limits:

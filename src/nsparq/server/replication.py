@@ -28,6 +28,7 @@ from nsparq.replication.primary import Primary
 from nsparq.replication.tls import NodeTls
 from nsparq.server.cluster_state import ClusterState
 from nsparq.server.daemon import Nsqd
+from nsparq.server.from_flags import topics_file_of
 from nsparq.server.standby import Standby, address_for_clients
 from nsparq.storage.files import Files
 
@@ -92,6 +93,8 @@ class ReplicatedNsqd:
         if split_address(address) is None:
             raise OptionError("--replication-broadcast-address must be host:port")
         self._tls = _tls_of(options)
+        # nsqd would find a mistake only when it takes over.
+        topics_file_of(options)
         settings = NodeSettings(
             cluster=options.replication_cluster,
             name=options.replication_name,

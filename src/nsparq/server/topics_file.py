@@ -27,6 +27,7 @@ from nsparq.broker.settings import TopicSettings
 from nsparq.delivery_policy import DeliveryPolicy
 from nsparq.errors import NsparqError, StartError
 from nsparq.names import is_ephemeral, is_valid_name
+from nsparq.options import NsqdOptions
 
 if TYPE_CHECKING:
     from nsparq.broker.broker import Broker
@@ -131,21 +132,22 @@ def _policy(changes: Changes, topic: str, before: DeliveryPolicy | None) -> Deli
     return TopicSettings(policy=before).changed(wanted, topic).policy
 
 
-def read_topics_file(path: Path) -> TopicsFile:
-    """Raises TopicsFileError."""
+def read_topics_file(path: Path, options: NsqdOptions) -> TopicsFile:
+    """For an nsqd with these flags. Raises TopicsFileError."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise TopicsFileError(f"{path}: {reason}") from error
-    return _Reader(path).read(content)
+    return _Reader(path, options).read(content)
 
 
 class _Reader:
     """Checks the content of a file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, options: NsqdOptions) -> None:
         self._path = path
+        self._options = options
 
     def read(self, content: Mapping[str, Any]) -> TopicsFile:
         for key in content:
@@ -187,7 +189,7 @@ class _Reader:
             changes[key] = None if value == UNSET.get(key, "default") else value
             try:
                 if key != "ordered_by":
-                    TopicSettings().changed({key: changes[key]}, topic)
+                    TopicSettings().changed({key: changes[key]}, topic).check(self._options)
                 elif changes[key] is not None:
                     key_reader(changes[key])
             except (ValueError, OverflowError) as error:
