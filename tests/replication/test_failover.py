@@ -173,6 +173,7 @@ def test_only_the_copy_that_confirmed_takes_over_under_its_name(etcd: str, tmp_p
         second.start()
         wait_until(lambda: REFUSED in second.stderr_text() or cluster.find())
         assert REFUSED in second.stderr_text()
+        wait_until(lambda: REFUSED in " ".join((second.status() or {})["problems"]))
         first.start()
         assert cluster.primary("ab") is first
         assert consume(first, "t", 1) == [b"acknowledged"]

@@ -103,6 +103,7 @@ class Node:
         take over."""
         self._shown = ""
         """The state that the log has shown."""
+        self._primary_is_silent = False
 
     async def run(self) -> None:
         """Raises StartError, ForeignData, and OSError if this node cannot listen."""
@@ -198,7 +199,8 @@ class Node:
         if state.found is None:
             return True
         membership = state.found.membership
-        if state.alive == membership.primary:
+        self._primary_is_silent = state.alive != membership.primary
+        if not self._primary_is_silent:
             if membership.primary == name:
                 self._show(f"a node with the name {name!r} is primary already", level=logging.WARNING)
             return False
@@ -257,6 +259,9 @@ class Node:
             raise error
         if error is not None and not isinstance(error, OSError | BadFrame | BadChange | Refused | ValueError):
             raise error
+        if isinstance(error, OSError) and self._primary_is_silent:
+            # The log has said why this node does not take over.
+            return
         what = (
             "the primary refuses this node" if isinstance(error, Refused) else "not connected to the primary"
         )
