@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,26 @@ def test_a_store_that_is_away_costs_disk_space_and_nothing_else(rig: ArchiveRig)
     assert archive["waiting_segments"] == 0 and archive["error"] == ""
     assert broker_stats(rig.broker)["warnings"] == []
     assert rig.local_bytes() == rig.log.segments[-1].size
+
+
+def test_a_segment_whose_fsync_ends_late_is_archived_though_nobody_uses_the_topic(
+    rig: ArchiveRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late: list[Callable[[], None]] = []
+
+    def begin(work: Callable[[], None], then: Callable[[], None] = lambda: None) -> None:
+        late.extend((work, then))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.broker, "in_background", begin)
+        for number in range(30):
+            rig.publish("t", b"%d" % number + b"." * 90)
+        rig.settle(10)
+        assert rig.objects() == []
+    for step in late:
+        step()
+    rig.settle()
+    assert len(rig.objects(".log")) == len(rig.log.segments) - 1 > 2
 
 
 def test_the_store_is_asked_less_and_less_often_while_it_is_away(rig: ArchiveRig) -> None:

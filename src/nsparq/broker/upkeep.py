@@ -265,6 +265,9 @@ class Upkeep:
             log.end_sync(sync)
             if topic.is_exiting:
                 return
+            if self._broker.archive is not None:
+                # Segments that are safe on disk now can be archived, even if nobody uses the topic.
+                self.changed.add(topic)
             if sync.obstacle is not None:
                 self._sync_later(topic, sync.obstacle)
             else:
