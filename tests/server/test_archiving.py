@@ -58,6 +58,7 @@ def test_sealed_segments_are_archived_and_leave_the_disk(rig: ArchiveRig) -> Non
     assert len(rig.objects(".log")) == len(rig.objects(".index")) == stats["segments"]
     assert rig.local_bytes() == rig.log.segments[-1].size
     assert rig.log.size_bytes == rig.local_bytes()
+    assert rig.topic().positions().size_bytes == rig.log.size_bytes + stats["bytes"]
 
 
 def test_without_a_limit_segments_that_a_channel_needs_stay_on_disk(

@@ -343,7 +343,7 @@ class Topic:
         """How far the log reaches."""
         found = self.log.positions()
         messages = self.log.count(found.earliest, found.latest)
-        return TopicPositions(self.incarnation, *found, messages, self.log.size_bytes)
+        return TopicPositions(self.incarnation, *found, messages)
 
     def checked_settings(self, changes: Mapping[str, object]) -> TopicSettings:
         """The settings with these changes. Raises ValueError."""

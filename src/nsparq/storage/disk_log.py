@@ -345,7 +345,7 @@ class DiskLog:
         first_ns = stored[0].first_ns if stored else kept.timestamp_of(0) if kept is not None else 0
         last_ns = self._batches[-1].timestamp_of(0) if kept is not None else 0
         last_ns = max([last_ns, *(segment.last_ns for segment in stored[:1] + stored[-1:])])
-        return LogPositions(start, self.end, first_ns, last_ns)
+        return LogPositions(start, self.end, first_ns, last_ns, sum(segment.size for segment in stored))
 
     def locate(self, sequence: int, max_bytes: int) -> LogRange:
         """Takes the same time whatever the range holds. On disk a range begins and ends at entries

@@ -64,6 +64,8 @@ class LogPositions(NamedTuple):
     """Publish time of the earliest message; 0 if there is none."""
     last_ns: int
     """The latest publish time; 0 if there is no message."""
+    size_bytes: int = 0
+    """On disk, and in the archive if only that has them."""
 
 
 class TopicPositions(NamedTuple):
@@ -80,9 +82,9 @@ class TopicPositions(NamedTuple):
     """When the earliest message was published; 0 if there is none."""
     last_ns: int
     """The latest publish time; 0 if there is no message."""
-    messages: int
     size_bytes: int
-    """On disk."""
+    """On disk, and in the archive if only that has them."""
+    messages: int
 
 
 class Log(Protocol):

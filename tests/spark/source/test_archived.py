@@ -219,6 +219,14 @@ def test_a_stream_goes_over_the_border_once(broker: Broker, url: str) -> None:
         assert query.bodies == sent
 
 
+def test_a_limit_in_bytes_counts_archived_messages(broker: Broker, url: str) -> None:
+    sent = publish(broker)
+    with Query(nsqd=broker.http_address, archive=url, maxBytesPerTrigger="500k") as query:
+        query.drain()
+        assert query.bodies == sent
+        assert 4 <= query.committed <= 5
+
+
 def planned(broker: Broker, url: str, **given: Any) -> tuple[Any, list[Any]]:
     """A batch that is planned, and not read yet."""
     given = {"nsqd": broker.http_address, "topic": "t", "archive": url, "retryFor": "100ms", **given}

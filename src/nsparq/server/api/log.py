@@ -98,8 +98,8 @@ class LogApi:
         summary="Get the start and end of a topic's log.",
         details="`earliest` is the oldest sequence number that can be read. `latest` is the number of "
         "the next message. `visible` is where channels stop: `latest`, or the position at which the "
-        "topic was paused. `gaps` are half-open ranges of numbers that have no message. Timestamps are in "
-        "nanoseconds, 0 for an empty log.",
+        "topic was paused. `bytes` includes what is only in the archive. `gaps` are half-open ranges of "
+        "numbers that have no message. Timestamps are in nanoseconds, 0 for an empty log.",
         params=(TOPIC,),
         permission="subscribe",
         success="an object",
