@@ -20,6 +20,7 @@ from nsparq.options import NsqdOptions
 from nsparq.replication.acknowledging import Fenced
 from nsparq.replication.follower import Follower, Refused
 from nsparq.replication.frames import BadFrame, Frame, FrameKind, FrameReader, send_frame
+from nsparq.replication.link import Link
 from nsparq.replication.mark import read_mark
 from nsparq.replication.membership import Membership
 from nsparq.replication.primary import Primary
@@ -450,3 +451,45 @@ def test_frames_are_checked() -> None:
     ):
         with pytest.raises(BadFrame, match=reason):
             [*FrameReader().feed(bad)]
+
+
+def test_a_frame_in_pieces_is_whole_again() -> None:
+    frames = [Frame.of_number(FrameKind.CHANGES, number, b"x" * number) for number in range(20)]
+    data = b"".join(frame.encode() for frame in frames)
+    for size in (1, 7, 100, len(data)):
+        reader = FrameReader()
+        pieces = [data[start : start + size] for start in range(0, len(data), size)]
+        assert [frame for piece in pieces for frame in reader.feed(piece)] == frames
+
+
+def test_a_frame_does_not_overtake_one_that_waits() -> None:
+    """A link hands frames over when they arrive, but only in order. On uvloop, as in nsqd."""
+    ping, changes = Frame(FrameKind.PING), Frame.of_number(FrameKind.CHANGES, 1)
+    at_once: list[Frame] = []
+
+    def take_ping(frame: Frame) -> bool:
+        if frame == ping:
+            at_once.append(frame)
+        return frame == ping
+
+    def new_link() -> Link:
+        link = Link()
+        link.take_at_once = take_ping
+        return link
+
+    async def send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"".join(frame.encode() for frame in (ping, changes, ping)))
+        writer.close()
+
+    async def scenario() -> None:
+        async with await asyncio.start_server(send, "127.0.0.1", 0) as server:
+            address = server.sockets[0].getsockname()
+            _, link = await asyncio.get_running_loop().create_connection(new_link, *address)
+            waited = [await link.take(FrameKind.CHANGES, FrameKind.PING) for _ in range(2)]
+            assert (at_once, waited) == ([ping], [changes, ping])
+            with pytest.raises(ConnectionResetError, match="has ended"):
+                await link.take(FrameKind.PING)
+            link.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())

@@ -12,11 +12,12 @@ removed while it is open keeps its number. Names are paths below the data path.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import Final, NamedTuple
 
 from nsparq.errors import NsparqError
+from nsparq.storage.files import Buffer
 
 _HEAD: Final = struct.Struct("<IBIQ")
 MAX_DATA: Final = 256 << 20
@@ -41,6 +42,9 @@ class Kind(IntEnum):
     KEEP = 13  # number: bytes, data: name. Of a snapshot: keep this beginning of a file
 
 
+_KINDS: Final = {int(kind): kind for kind in Kind}
+
+
 class BadChange(NsparqError):
     """These bytes are not a change."""
 
@@ -49,7 +53,10 @@ class Change(NamedTuple):
     kind: Kind
     file: int = 0
     number: int = 0
-    data: bytes = b""
+    data: Buffer = b""
+    more: tuple[bytes, ...] = ()
+    """The rest of the data, while it is in pieces: a copy of a large write costs more than the
+    rest of its way."""
 
     @classmethod
     def of_name(cls, kind: Kind, name: str, *, file: int = 0, number: int = 0) -> Change:
@@ -62,37 +69,37 @@ class Change(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.data.decode()
+        return bytes(self.data).decode()
 
     @property
     def names(self) -> tuple[str, str]:
         """Of a RENAME."""
-        return self.data[: self.number].decode(), self.data[self.number :].decode()
+        data = bytes(self.data)
+        return data[: self.number].decode(), data[self.number :].decode()
 
     @property
-    def head(self) -> bytes:
-        return _HEAD.pack(len(self.data), self.kind, self.file, self.number)
+    def pieces(self) -> tuple[Buffer, ...]:
+        """Encoded, without a copy."""
+        size = len(self.data) + sum(map(len, self.more))
+        return _HEAD.pack(size, self.kind, self.file, self.number), self.data, *self.more
 
     def encode(self) -> bytes:
-        return self.head + self.data
+        return b"".join(self.pieces)
 
 
-def encode_changes(changes: Iterable[Change]) -> bytes:
-    """Copies the data once."""
-    return b"".join([piece for change in changes for piece in (change.head, change.data)])
-
-
-def decode_changes(data: bytes) -> Iterator[Change]:
-    """The changes in these bytes, which must be complete. Raises BadChange."""
+def decode_changes(data: Buffer) -> Iterator[Change]:
+    """The changes in these bytes, which must be complete. Their data is not copied. Raises
+    BadChange."""
+    data = memoryview(data)
     position = 0
     while position < len(data):
         if len(data) - position < _HEAD.size:
             raise BadChange(f"a change is cut off at byte {position}")
         size, kind, file, number = _HEAD.unpack_from(data, position)
         start = position + _HEAD.size
-        if size > MAX_DATA or kind not in Kind.__members__.values():
+        if size > MAX_DATA or kind not in _KINDS:
             raise BadChange(f"no change at byte {position}")
         if start + size > len(data):
             raise BadChange(f"a change is cut off at byte {position}")
-        yield Change(Kind(kind), file, number, data[start : start + size])
+        yield Change(_KINDS[kind], file, number, data[start : start + size])
         position = start + size

@@ -12,10 +12,13 @@ from itertools import takewhile
 from threading import Lock
 from typing import Final, NamedTuple
 
-from nsparq.replication.changes import Change, encode_changes
+from nsparq.replication.changes import Change
+from nsparq.storage.files import Buffer
 
 KEPT_BYTES: Final = 64 << 20
 """Bytes of changes in memory. A follower that is further behind has to join anew."""
+JOIN_LIMIT: Final = 16 << 10
+"""Smaller blocks are joined: then a copy costs less than many pieces."""
 
 
 class Block(NamedTuple):
@@ -24,7 +27,9 @@ class Block(NamedTuple):
     first: int
     """Number of changes before these."""
     end: int
-    data: bytes
+    size: int
+    pieces: list[Buffer]
+    """The changes, encoded."""
 
 
 class Feed:
@@ -64,16 +69,17 @@ class Feed:
             first, self.end = self.end, self.end + len(new)
         if not new:
             return
-        block = Block(first, self.end, encode_changes(new))
-        self._blocks.append(block)
-        self._size += len(block.data)
+        pieces = [piece for change in new for piece in change.pieces]
+        size = sum(map(len, pieces))
+        self._blocks.append(Block(first, self.end, size, [b"".join(pieces)] if size < JOIN_LIMIT else pieces))
+        self._size += size
         while self._size > self.kept_bytes and len(self._blocks) > 1:
-            self._size -= len(self._blocks.popleft().data)
+            self._size -= self._blocks.popleft().size
 
     def bytes_behind(self, number: int) -> int:
         """Bytes of the changes in memory behind so many."""
         behind = takewhile(lambda block: block.end > number, reversed(self._blocks))
-        return sum(len(block.data) for block in behind)
+        return sum(block.size for block in behind)
 
     def since(self, number: int) -> list[Block] | None:
         """The blocks behind so many changes. None if they are no longer in memory, or if no block

@@ -12,7 +12,7 @@ from typing import Final
 
 from nsparq.errors import NsparqError
 from nsparq.replication.applying import Applier
-from nsparq.replication.changes import decode_changes
+from nsparq.replication.changes import Change, Kind, decode_changes
 from nsparq.replication.frames import (
     MAX_FRAME,
     SILENCE_S,
@@ -20,23 +20,25 @@ from nsparq.replication.frames import (
     BadFrame,
     Frame,
     FrameKind,
-    FrameStream,
     proof,
     send_frame,
     send_pings,
 )
 from nsparq.replication.joining import Joining, WaitingChanges, inventory
+from nsparq.replication.link import Link
 from nsparq.replication.mark import MARK, Mark, read_mark, write_mark
 from nsparq.replication.snapshot import remove_left_links
 from nsparq.replication.syncing import Syncing
 from nsparq.replication.tail import set_tail_aside
 from nsparq.replication.tls import NodeTls
-from nsparq.storage.files import Files
+from nsparq.storage.files import Buffer, Files
 
 logger = logging.getLogger(__name__)
 
 _CATCH_UP: Final = 4 << 20
 """Bytes of changes that a follower makes before it looks for more of them."""
+_AT_ONCE: Final = 1 << 20
+"""Bytes of writes that the event loop makes. More would keep it from its other work."""
 
 
 class Refused(NsparqError):
@@ -77,8 +79,10 @@ class Follower:
         self._syncing = Syncing(self._sync_ended)
         self._sync_error: BaseException | None = None
         """Why what was made here may not be on disk. Another sync would not tell."""
-        self._writer: asyncio.StreamWriter | None = None
-        """Of the present connection."""
+        self._link: Link | None = None
+        """The present connection."""
+        self._is_busy = False
+        """Whether a thread makes changes."""
         self._lock = RLock()
         """Held by whoever changes the data path. A thread goes on for a moment when the task that
         waits for it is cancelled."""
@@ -100,24 +104,23 @@ class Follower:
         BadFrame, BadChange, Refused, ForeignData."""
         context = None if self._tls is None else self._tls.client
         async with asyncio.timeout(SILENCE_S):
-            reader, writer = await asyncio.open_connection(host, port, ssl=context)
-        frames = FrameStream(reader)
+            _, link = await asyncio.get_running_loop().create_connection(Link, host, port, ssl=context)
         try:
-            await self._greet(frames, writer)
+            await self._greet(link)
             self.is_connected = True
-            pings = asyncio.create_task(send_pings(writer))
-            self._writer = writer
+            pings = asyncio.create_task(send_pings(link))
+            self._link = link
             try:
                 if not self._can_resume:
-                    await self._join(frames, writer)
+                    await self._join(link)
                 self._confirm()
-                await self._take_changes(frames)
+                await self._take_changes(link)
             finally:
-                self._writer = None
+                self._link = None
                 pings.cancel()
         finally:
             self.is_connected = False
-            writer.close()
+            link.close()
 
     async def close(self) -> None:
         """Close the files: no change follows, and a broker may open the data path. Waits for the
@@ -131,29 +134,29 @@ class Follower:
                 self._applier.close()
                 self._applier = None
 
-    async def _greet(self, frames: FrameStream, writer: asyncio.StreamWriter) -> None:
-        challenge = await frames.take_from(SILENCE_S, FrameKind.CHALLENGE)
+    async def _greet(self, link: Link) -> None:
+        challenge = await link.take_from(SILENCE_S, FrameKind.CHALLENGE)
         nonce = secrets.token_bytes(16)
         hello = {
             "version": VERSION,
             "name": self._name,
-            "proof": proof(self._secret, "follower", challenge.data, self._name),
+            "proof": proof(self._secret, "follower", bytes(challenge.data), self._name),
             "nonce": nonce.hex(),
             "epoch": self.epoch,
             "number": self.number if self._can_resume else -1,
             "copy": self._copy,
             "process": self._process,
         }
-        send_frame(writer, Frame.of_fields(FrameKind.HELLO, hello))
-        answer = await frames.take_from(SILENCE_S, FrameKind.WELCOME, FrameKind.REFUSED)
+        send_frame(link, Frame.of_fields(FrameKind.HELLO, hello))
+        answer = await link.take_from(SILENCE_S, FrameKind.WELCOME, FrameKind.REFUSED)
         if answer.kind is FrameKind.REFUSED:
-            raise Refused(answer.data.decode(errors="replace"))
+            raise Refused(answer.text)
         epoch, resumes, given, primary, copy = answer.fields("epoch", "resumes", "proof", "name", "copy")
         if not hmac.compare_digest(str(given), proof(self._secret, "primary", nonce, str(primary))):
             raise BadFrame("the primary does not know the cluster's secret")
         if epoch < self.epoch:
             raise BadFrame(f"a primary of epoch {epoch}, after one of epoch {self.epoch}")
-        frames.reader.limit = MAX_FRAME
+        link.reader.limit = MAX_FRAME
         self.epoch, self._copy = epoch, str(copy)
         logger.info("REPLICATION: %s follows %s, epoch %d", self._name, primary, epoch)
         if not resumes:
@@ -183,10 +186,10 @@ class Follower:
             joining = Joining(self._files, self._root, keeps_former=was_primary)
             self._applier = Applier(self._root, self._files, joining)
 
-    async def _join(self, frames: FrameStream, writer: asyncio.StreamWriter) -> None:
+    async def _join(self, link: Link) -> None:
         """Take a snapshot. Changes that come meanwhile wait in a file, and are made then."""
         kept = await asyncio.to_thread(inventory, self._files, self._root)
-        send_frame(writer, Frame.of_fields(FrameKind.INVENTORY, {"files": kept}))
+        send_frame(link, Frame.of_fields(FrameKind.INVENTORY, {"files": kept}))
         waiting = WaitingChanges(self._files, self._root)
         end: int | None = None
         """Number of changes that the data path needs; known after the snapshot."""
@@ -195,7 +198,7 @@ class Follower:
             while end is None or self.number < end or not waiting.is_empty or (taking and taking.done()):
                 if taking is None:
                     kinds = FrameKind.JOINING, FrameKind.SNAPSHOT, FrameKind.JOINED, FrameKind.CHANGES
-                    taking = asyncio.create_task(frames.take_from(SILENCE_S, *kinds))
+                    taking = asyncio.create_task(link.take_from(SILENCE_S, *kinds))
                 if end is not None and not waiting.is_empty:
                     await asyncio.to_thread(self._apply_waiting, waiting)
                 else:
@@ -242,26 +245,50 @@ class Follower:
 
     # following
 
-    async def _take_changes(self, frames: FrameStream) -> None:
+    async def _take_changes(self, link: Link) -> None:
+        self._is_busy = False
+        link.take_at_once = self._take_at_once
         while True:
-            frame = await frames.take_from(SILENCE_S, FrameKind.CHANGES)
+            frame = await link.take_from(SILENCE_S, FrameKind.CHANGES)
+            self._is_busy = True
             await asyncio.to_thread(self._apply, frame.rest, frame.number)
             self._confirm()
             await self._syncing.has_room()
+            self._is_busy = False
+
+    def _take_at_once(self, frame: Frame) -> bool:
+        """Make changes on the event loop, if they are only writes: as nsqd does. A thread would
+        take longer to begin than to write."""
+        if self._is_busy or frame.kind is not FrameKind.CHANGES or len(frame.data) > _AT_ONCE:
+            return False
+        changes = [*decode_changes(frame.rest)]
+        if any(change.kind is not Kind.WRITE for change in changes):
+            return False
+        # A thread of an earlier connection may still be at work.
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._make(changes, frame.number)
+        finally:
+            self._lock.release()
+        self._confirm()
+        return True
 
     def _confirm(self) -> None:
         made = self.number
         if self._applier is not None:
             self._syncing.add(self._applier.take_syncs())
-        if self._writer is not None and self.is_complete and self._sync_error is None:
+        if self._link is not None and self.is_complete and self._sync_error is None:
             synced = min(made, self._syncing.before)
-            send_frame(self._writer, Frame.of_numbers(FrameKind.CONFIRM, made, synced))
+            send_frame(self._link, Frame.of_numbers(FrameKind.CONFIRM, made, synced))
 
-    def _apply(self, data: bytes, first: int = 0, *, is_snapshot: bool = False) -> None:
+    def _apply(self, data: Buffer, first: int = 0, *, is_snapshot: bool = False) -> None:
+        self._make([*decode_changes(data)], first, is_snapshot=is_snapshot)
+
+    def _make(self, changes: list[Change], first: int, *, is_snapshot: bool = False) -> None:
         """Make changes, before which there are `first` ones. Their syncs are left in the applier."""
         if not is_snapshot and first != self.number:
             raise BadFrame(f"changes from {first} on, after {self.number}")
-        changes = [*decode_changes(data)]
         with self._lock:
             if self._applier is None:
                 raise ConnectionAbortedError("this node follows no longer")
@@ -281,8 +308,8 @@ class Follower:
             return
         logger.error("REPLICATION: %s cannot sync, and has to join anew: %s", self._name, error)
         self._sync_error = error
-        if self._writer is not None:
-            self._writer.transport.abort()
+        if self._link is not None:
+            self._link.transport.abort()
 
 
 async def _end(task: asyncio.Task[Frame] | None) -> None:

@@ -15,13 +15,14 @@ import asyncio
 import hmac
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from crc32c import crc32c
 
 from nsparq.errors import NsparqError
+from nsparq.storage.files import Buffer
 
 VERSION: Final = 3
 PING_S: Final = 1.0
@@ -58,12 +59,11 @@ class BadFrame(NsparqError):
 
 class Frame(NamedTuple):
     kind: FrameKind
-    data: bytes = b""
+    data: Buffer = b""
+    """A view of what was received, in a frame that was."""
 
     def encode(self) -> bytes:
-        kind = bytes((self.kind,))
-        head = _HEAD.pack(1 + len(self.data), crc32c(self.data, crc32c(kind)))
-        return b"".join((head, kind, self.data))
+        return b"".join(_encode(self.kind, [self.data]))
 
     @classmethod
     def of_number(cls, kind: FrameKind, number: int, data: bytes = b"") -> Frame:
@@ -93,17 +93,30 @@ class Frame(NamedTuple):
         return made, synced
 
     @property
-    def rest(self) -> bytes:
+    def text(self) -> str:
+        return bytes(self.data).decode(errors="replace")
+
+    @property
+    def rest(self) -> Buffer:
         """What follows the number."""
         return self.data[_NUMBER.size :]
 
     def fields(self, *names: str) -> list[Any]:
         """These fields of JSON data. Raises BadFrame if one is missing."""
         try:
-            found = json.loads(self.data)
+            found = json.loads(bytes(self.data))
             return [found[name] for name in names]
         except (ValueError, KeyError, TypeError) as error:
             raise BadFrame(f"{self.kind.name} cannot be understood") from error
+
+
+def _encode(kind: FrameKind, pieces: Sequence[Buffer]) -> list[Buffer]:
+    """A frame whose data is in pieces, as pieces."""
+    crc, size = crc32c(bytes((kind,))), 1
+    for piece in pieces:
+        crc = crc32c(piece, crc)
+        size += len(piece)
+    return [_HEAD.pack(size, crc) + bytes((kind,)), *pieces]
 
 
 class FrameReader:
@@ -111,67 +124,65 @@ class FrameReader:
 
     def __init__(self) -> None:
         self.limit = MAX_GREETING
-        self._buffer = bytearray()
+        self._begun = bytearray()
+        """The beginning of a frame."""
+        self._wanted = 0
+        """Bytes of it that are needed to go on."""
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The frames that are complete. Raises BadFrame."""
-        self._buffer += data
-        while len(self._buffer) >= _HEAD.size:
-            size, crc = _HEAD.unpack_from(self._buffer)
-            if not 0 < size <= self.limit:
-                raise BadFrame(f"a frame of {size} bytes")
-            end = _HEAD.size + size
-            if len(self._buffer) < end:
+        """The frames that are complete. Their data is not copied. Raises BadFrame."""
+        received: Buffer = data
+        if self._begun:
+            self._begun += data
+            if len(self._begun) < self._wanted:
                 return
-            content = bytes(self._buffer[_HEAD.size : end])
+            received, self._begun = self._begun, bytearray()
+        view, start = memoryview(received), 0
+        while True:
+            rest = len(view) - start
+            self._wanted = _HEAD.size
+            if rest >= _HEAD.size:
+                size, crc = _HEAD.unpack_from(view, start)
+                if not 0 < size <= self.limit:
+                    raise BadFrame(f"a frame of {size} bytes")
+                self._wanted += size
+            if rest < self._wanted or not rest:
+                self._begun += view[start:]
+                return
+            content = view[start + _HEAD.size : start + self._wanted]
+            start += self._wanted
             if crc32c(content) != crc:
                 raise BadFrame("checksum mismatch")
-            if content[0] not in FrameKind.__members__.values():
+            if content[0] not in _KINDS:
                 raise BadFrame(f"a frame of the unknown kind {content[0]}")
-            del self._buffer[:end]
-            yield Frame(FrameKind(content[0]), content[1:])
+            yield Frame(_KINDS[content[0]], content[1:])
 
 
-class FrameStream:
-    """Frames from a stream, one by one."""
-
-    def __init__(self, stream: asyncio.StreamReader) -> None:
-        self.reader = FrameReader()
-        self._stream = stream
-        self._ready: list[Frame] = []
-
-    async def take_from(self, silence_s: float, *kinds: FrameKind) -> Frame:
-        """The same from a peer that pings. Raises TimeoutError if it is silent."""
-        while True:
-            try:
-                async with asyncio.timeout(silence_s):
-                    frame = await self.take(FrameKind.PING, *kinds)
-            except TimeoutError as error:
-                raise TimeoutError(f"silence of {silence_s:g} s") from error
-            if frame.kind is not FrameKind.PING:
-                return frame
-
-    async def take(self, *kinds: FrameKind) -> Frame:
-        """The next frame, which must be of one of these kinds. Raises BadFrame, OSError."""
-        while not self._ready:
-            data = await self._stream.read(256 << 10)
-            if not data:
-                raise ConnectionResetError("the connection has ended")
-            self._ready = [*self.reader.feed(data)]
-        frame = self._ready.pop(0)
-        if frame.kind not in kinds:
-            raise BadFrame(f"unexpected {frame.kind.name}")
-        return frame
+_KINDS: Final = {int(kind): kind for kind in FrameKind}
 
 
-def send_frame(writer: asyncio.StreamWriter, frame: Frame) -> None:
+class Writer(Protocol):
+    """A connection that frames are sent to."""
+
+    def is_closing(self) -> bool: ...
+    def write(self, data: bytes) -> None: ...
+    def writelines(self, data: Sequence[Buffer]) -> None: ...
+
+
+def send_frame(writer: Writer, frame: Frame) -> None:
     """Does nothing if the connection has ended: whoever reads from it notices. uvloop would raise
     RuntimeError."""
     if not writer.is_closing():
         writer.write(frame.encode())
 
 
-async def send_pings(writer: asyncio.StreamWriter) -> None:
+def send_changes(writer: Writer, first: int, pieces: Sequence[Buffer]) -> None:
+    """The same for a CHANGES frame, without a copy of the changes."""
+    if not writer.is_closing():
+        writer.writelines(_encode(FrameKind.CHANGES, [_NUMBER.pack(first), *pieces]))
+
+
+async def send_pings(writer: Writer) -> None:
     while True:
         await asyncio.sleep(PING_S)
         send_frame(writer, Frame(FrameKind.PING))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from nsparq.replication.mark import MARK
-from nsparq.storage.files import Files
+from nsparq.storage.files import Buffer, Files
 
 BLOCK: Final = 1 << 20
 LINKS: Final = ".joining"
@@ -160,7 +160,7 @@ class WaitingChanges:
     def is_empty(self) -> bool:
         return self._read == self._end
 
-    def add(self, first: int, data: bytes) -> None:
+    def add(self, first: int, data: Buffer) -> None:
         """A block with the number of changes before it."""
         self._files.write(self._fd, [_HEAD.pack(first, len(data)), data], self._end)
         self._end += _HEAD.size + len(data)

@@ -22,12 +22,13 @@ from nsparq.replication.frames import (
     BadFrame,
     Frame,
     FrameKind,
-    FrameStream,
     proof,
+    send_changes,
     send_frame,
     send_pings,
 )
 from nsparq.replication.joining import Kept
+from nsparq.replication.link import Link
 from nsparq.replication.mark import new_copy_id
 from nsparq.replication.membership import Membership
 from nsparq.replication.recording import PrimaryFiles
@@ -72,8 +73,8 @@ class Primary:
         """For the broker."""
         self.acknowledging = Acknowledging(membership, change_set)
         self._followers: dict[str, _Follower] = {}
-        self._writers: set[asyncio.StreamWriter] = set()
-        """Of all connections."""
+        self._links: dict[Link, asyncio.Task[None]] = {}
+        """All connections, and who serves them."""
         self._server: asyncio.Server | None = None
 
     def _wake(self) -> None:
@@ -86,7 +87,7 @@ class Primary:
     async def listen(self, host: str, port: int, *, tls: NodeTls | None = None) -> int:
         """Gives the port."""
         context = None if tls is None else tls.server
-        self._server = await asyncio.start_server(self._serve, host, port, ssl=context)
+        self._server = await self._loop.create_server(lambda: Link(self._begin), host, port, ssl=context)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
@@ -95,8 +96,8 @@ class Primary:
         for follower in [*self._followers.values()]:
             follower.end("the primary stops")
         # Some may not have a follower yet, because they are being greeted.
-        for writer in self._writers:
-            writer.transport.abort()
+        for link in [*self._links]:
+            link.transport.abort()
 
     def when_safe(self, done: Done) -> None:
         """Call `done` once all changes so far are on every node that may take over."""
@@ -142,50 +143,51 @@ class Primary:
 
     # connections
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = writer.get_extra_info("peername")
+    def _begin(self, link: Link) -> None:
+        self._links[link] = self._loop.create_task(self._serve(link))
+
+    async def _serve(self, link: Link) -> None:
+        peer = link.transport.get_extra_info("peername")
         follower: _Follower | None = None
-        self._writers.add(writer)
         try:
-            frames = FrameStream(reader)
             async with asyncio.timeout(GREETING_S):
-                follower, position = await self._greet(frames, writer)
+                follower, position = await self._greet(link)
             self._followers[follower.name] = follower
             logger.info("REPLICATION: %s has connected from %s", follower, peer)
-            pings = asyncio.create_task(send_pings(writer))
+            pings = asyncio.create_task(send_pings(link))
             try:
-                await self._follow(follower, frames, position)
+                await self._follow(follower, position)
             finally:
                 pings.cancel()
         except (BadFrame, OSError, TimeoutError) as error:
             reason = "it does not answer" if isinstance(error, TimeoutError) else str(error)
             logger.warning("REPLICATION: %s: connection ended: %s", follower or peer, reason)
         finally:
-            writer.close()
-            self._writers.discard(writer)
+            link.close()
+            del self._links[link]
             if follower is not None and self._followers.get(follower.name) is follower:
                 del self._followers[follower.name]
                 self.acknowledging.lost(follower.name)
 
-    async def _greet(self, frames: FrameStream, writer: asyncio.StreamWriter) -> tuple[_Follower, int | None]:
+    async def _greet(self, link: Link) -> tuple[_Follower, int | None]:
         """The follower, and how many changes of this epoch it has; None if it must join anew."""
         challenge = secrets.token_bytes(16)
-        send_frame(writer, Frame(FrameKind.CHALLENGE, challenge))
-        hello = await frames.take(FrameKind.HELLO)
+        send_frame(link, Frame(FrameKind.CHALLENGE, challenge))
+        hello = await link.take(FrameKind.HELLO)
         version, name, given, nonce, epoch, number = hello.fields(
             "version", "name", "proof", "nonce", "epoch", "number"
         )
         if not hmac.compare_digest(str(given), proof(self._secret, "follower", challenge, str(name))):
-            writer.write(Frame(FrameKind.REFUSED, b"it has another secret than the primary").encode())
+            send_frame(link, Frame(FrameKind.REFUSED, b"it has another secret than the primary"))
             raise BadFrame("the follower does not know the cluster's secret")
         if version != VERSION:
-            self._refuse(writer, name, f"the primary speaks version {VERSION} of the protocol, not {version}")
+            self._refuse(link, name, f"the primary speaks version {VERSION} of the protocol, not {version}")
         process, copy = map(str, hello.fields("process", "copy"))
         earlier = self._followers.get(str(name))
         if earlier is not None and earlier.process != process:
-            host = earlier.writer.get_extra_info("peername")[0]
+            host = earlier.link.transport.get_extra_info("peername")[0]
             reason = f"another node with the name {name!r} is connected, from {host}"
-            self._refuse(writer, name, f"{reason}: give each node a --replication-name of its own")
+            self._refuse(link, name, f"{reason}: give each node a --replication-name of its own")
         if earlier is not None:
             earlier.end("it has connected again")
         membership = self.acknowledging.membership
@@ -193,12 +195,12 @@ class Primary:
         if not resumes:
             copy = new_copy_id()
         if self.acknowledging.is_fenced or epoch > membership.epoch:
-            self._refuse(writer, name, "this node is no longer primary")
+            self._refuse(link, name, "this node is no longer primary")
         if self.acknowledging.needs_other_copy(str(name), copy):
             # It would change its data path, which may be the last copy of what was acknowledged. Or
             # another node of that name has the copy.
-            self._refuse(writer, name, "it is still in the in-sync set, and must leave that first; try again")
-        frames.reader.limit = MAX_FRAME
+            self._refuse(link, name, "it is still in the in-sync set, and must leave that first; try again")
+        link.reader.limit = MAX_FRAME
         welcome = {
             "epoch": membership.epoch,
             "resumes": resumes,
@@ -206,25 +208,25 @@ class Primary:
             "name": membership.primary,
             "copy": copy,
         }
-        send_frame(writer, Frame.of_fields(FrameKind.WELCOME, welcome))
-        return _Follower(str(name), process, copy, self._feed, writer), int(number) if resumes else None
+        send_frame(link, Frame.of_fields(FrameKind.WELCOME, welcome))
+        return _Follower(str(name), process, copy, self._feed, link), int(number) if resumes else None
 
-    def _refuse(self, writer: asyncio.StreamWriter, name: str, reason: str) -> NoReturn:
-        send_frame(writer, Frame(FrameKind.REFUSED, reason.encode()))
+    def _refuse(self, link: Link, name: str, reason: str) -> NoReturn:
+        send_frame(link, Frame(FrameKind.REFUSED, reason.encode()))
         raise BadFrame(f"{name} was refused: {reason}")
 
-    async def _follow(self, follower: _Follower, frames: FrameStream, position: int | None) -> None:
+    async def _follow(self, follower: _Follower, position: int | None) -> None:
         """Serve a follower until its connection ends."""
         if position is None:
-            position = await self._send_snapshot(follower, await self._take_inventory(frames))
+            position = await self._send_snapshot(follower, await self._take_inventory(follower.link))
         else:
             follower.position = position
             follower.send_changes()
         is_caught_up = False
         progress, follower.confirmed_s = NOTHING, self._loop.time()
-        while True:
-            async with asyncio.timeout(self._silence):
-                frame = await frames.take(FrameKind.CONFIRM, FrameKind.PING)
+
+        def hear(frame: Frame) -> bool:
+            nonlocal is_caught_up, progress
             if frame.kind is FrameKind.CONFIRM:
                 if self._followers.get(follower.name) is not follower:
                     raise ConnectionResetError("it has connected again")
@@ -234,15 +236,23 @@ class Primary:
                     self.acknowledging.caught_up(follower.name, follower.copy, progress)
                 elif is_caught_up:
                     self.acknowledging.confirmed(follower.name, progress)
+            elif frame.kind is not FrameKind.PING:
+                return False
             elif min(progress) >= (follower.position or 0):
                 follower.confirmed_s = self._loop.time()
             elif is_caught_up and self._loop.time() - follower.confirmed_s > self._silence:
                 # It is alive, but its disk stands still.
                 raise TimeoutError
+            return True
 
-    async def _take_inventory(self, frames: FrameStream) -> dict[str, Kept]:
+        follower.link.take_at_once = hear
+        while True:
+            # Some may have come before.
+            hear(await follower.link.take_from(self._silence, FrameKind.CONFIRM))
+
+    async def _take_inventory(self, link: Link) -> dict[str, Kept]:
         """The files that a follower has. It reads all of them first, and shows that it is alive."""
-        (files,) = (await frames.take_from(self._silence, FrameKind.INVENTORY)).fields("files")
+        (files,) = (await link.take_from(self._silence, FrameKind.INVENTORY)).fields("files")
         return {name: Kept(int(size), str(digests)) for name, (size, digests) in files.items()}
 
     async def _send_snapshot(self, follower: _Follower, inventory: dict[str, Kept]) -> int:
@@ -253,8 +263,8 @@ class Primary:
             snapshot = Snapshot(self.files, self._root, open_files)
         # From here on the follower gets all changes, too.
         follower.position = self._feed.end
-        writer = follower.writer
-        send_frame(writer, Frame.of_number(FrameKind.JOINING, follower.position))
+        link = follower.link
+        send_frame(link, Frame.of_number(FrameKind.JOINING, follower.position))
         logger.info("REPLICATION: sending a snapshot to %s", follower)
         due = self._loop.time()
         sent = 0
@@ -266,18 +276,18 @@ class Primary:
                 if not data:
                     break
                 sent += len(data)
-                if writer.is_closing():
+                if link.is_closing():
                     raise ConnectionResetError("the connection has ended")
-                send_frame(writer, Frame(FrameKind.SNAPSHOT, data))
+                send_frame(link, Frame(FrameKind.SNAPSHOT, data))
                 async with asyncio.timeout(STALLED_S):
-                    await writer.drain()
+                    await link.drain()
                 cost = len(data) + (snapshot.compared - compared) / COMPARING
                 due = max(due, self._loop.time() - 1) + cost / self._snapshot_rate
                 await asyncio.sleep(due - self._loop.time())
         finally:
             await asyncio.to_thread(snapshot.close)
         self._flush()
-        send_frame(writer, Frame.of_number(FrameKind.JOINED, self._feed.end))
+        send_frame(link, Frame.of_number(FrameKind.JOINED, self._feed.end))
         had = snapshot.compared
         logger.info("REPLICATION: %s was sent %d bytes of the snapshot, and had %d", follower, sent, had)
         return self._feed.end
@@ -286,13 +296,13 @@ class Primary:
 class _Follower:
     """A follower that is connected."""
 
-    def __init__(self, name: str, process: str, copy: str, feed: Feed, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, name: str, process: str, copy: str, feed: Feed, link: Link) -> None:
         self.name = name
         self.process = process
         """Another one of the same name has another."""
         self.copy = copy
         """Id of its copy: see mark."""
-        self.writer = writer
+        self.link = link
         self.position: int | None = None
         """Changes that were sent; None before it has a snapshot."""
         self.confirmed_s = 0.0
@@ -317,20 +327,20 @@ class _Follower:
 
     def send_changes(self) -> None:
         """Send everything new. A follower that is too far behind is disconnected."""
-        if self.position is None or self.writer.is_closing():
+        if self.position is None or self.link.is_closing():
             return
         blocks = self._feed.since(self.position)
-        if blocks is None or self.writer.transport.get_write_buffer_size() > self._feed.kept_bytes:
+        if blocks is None or self.link.transport.get_write_buffer_size() > self._feed.kept_bytes:
             self.end("it is too far behind")
             return
         for block in blocks:
-            send_frame(self.writer, Frame.of_number(FrameKind.CHANGES, block.first, block.data))
+            send_changes(self.link, block.first, block.pieces)
             self.position = block.end
 
     def end(self, reason: str) -> None:
-        if not self.writer.is_closing():
+        if not self.link.is_closing():
             logger.warning("REPLICATION: disconnecting %s: %s", self, reason)
-            self.writer.transport.abort()
+            self.link.transport.abort()
 
 
 def _next_piece(changes: Iterator[Change], snapshot: Snapshot) -> bytes:

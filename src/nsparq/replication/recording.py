@@ -112,14 +112,16 @@ class PrimaryFiles(Files):
                 super().write(fd, buffers, position)
             except OSError:
                 # A part may be written. The caller cuts it off, or leaves it for the next start.
-                self._record_write(fd, self.read(fd, sum(map(len, buffers)), position), position)
+                self._record_write(fd, [self.read(fd, sum(map(len, buffers)), position)], position)
                 raise
-            self._record_write(fd, b"".join(buffers), position)
+            self._record_write(fd, buffers, position)
 
-    def _record_write(self, fd: int, data: bytes, position: int) -> None:
+    def _record_write(self, fd: int, buffers: Sequence[Buffer], position: int) -> None:
         number = self._numbers.get(fd)
         if number is not None:
-            self._record(Change(Kind.WRITE, number, position, data))
+            # What may change is copied.
+            first, *more = [one if type(one) is bytes else bytes(one) for one in buffers]
+            self._record(Change(Kind.WRITE, number, position, first, tuple(more)))
 
     def truncate(self, fd: int, size: int) -> None:
         with self._lock:
