@@ -108,7 +108,7 @@ class ArchivedLogs:
 
     def prepare(self, logs: Iterable[tuple[str, str, int]]) -> None:
         """Ask for the manifests of many logs at the same time: topic, incarnation and start."""
-        if self._store is not None and (wanted := [*logs]):
+        if self._store is not None and (wanted := [one for one in logs if self._is_due(*one)]):
             with ThreadPoolExecutor(min(THREADS, len(wanted)), "nsq-archive") as threads:
                 for future in [threads.submit(self.manifest, *one) for one in wanted]:
                     future.result()
@@ -118,17 +118,22 @@ class ArchivedLogs:
         nothing, or the store does not answer."""
         if self._store is None:
             return None
-        log, now = (topic, incarnation), self._clock()
-        asked_at, known = self._known.get(log, (-FRESH_AT_END_S, None))
-        is_at_end = known is not None and known.end <= start
-        if now - asked_at >= (FRESH_AT_END_S if is_at_end else FRESH_S):
-            known = None
+        if self._is_due(topic, incarnation, start):
+            found = None
             try:
-                known = latest_manifest(self._store, topic, incarnation)
+                found = latest_manifest(self._store, topic, incarnation)
             except ArchiveUnavailable as error:
                 logger.warning("topic %s is read from nsqd alone: %s", topic, error)
-            self._known[log] = now, known
+            self._known[topic, incarnation] = self._clock(), found
+        known = self._known[topic, incarnation][1]
         return known if known is not None and known.end > start else None
+
+    def _is_due(self, topic: str, incarnation: str, start: int) -> bool:
+        if (topic, incarnation) not in self._known:
+            return True
+        asked_at, known = self._known[topic, incarnation]
+        is_at_end = known is not None and known.end <= start
+        return self._clock() - asked_at >= (FRESH_AT_END_S if is_at_end else FRESH_S)
 
     def search_time(self, manifest: Manifest, entry: SegmentEntry, time_ns: int) -> int:
         """The first message of a segment that was published at or after a time; the segment's end

@@ -192,19 +192,19 @@ class _RangeReader:
         return chunk
 
     def _fetch(self, at: int, *, verify: bool = False) -> LogChunk | None:
+        size = min(self._chunk, int((self._work.end - at) * self._bytes_per_number * 1.05) + MARGIN)
         if self._segment is not None and not verify:
             try:
-                return self._segment.chunk(at, self._chunk, self._work.gaps)
+                return self._segment.chunk(at, size, self._work.gaps)
             except ArchiveUnavailable as error:
                 logger.warning(
                     "%s: reading the rest from nsqd, because the archive fails: %s", self._work, error
                 )
         self._segment = None
-        return self._fetch_from_nsqd(at, verify=verify)
+        return self._fetch_from_nsqd(at, size, verify=verify)
 
-    def _fetch_from_nsqd(self, at: int, *, verify: bool) -> LogChunk | None:
+    def _fetch_from_nsqd(self, at: int, size: int, *, verify: bool) -> LogChunk | None:
         work = self._work
-        size = min(self._chunk, int((work.end - at) * self._bytes_per_number * 1.05) + MARGIN)
         backoff = Backoff(self._options.retry_for)
         while True:
             try:
