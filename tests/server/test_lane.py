@@ -362,6 +362,52 @@ def test_each_member_of_a_lane_gets_the_error_of_a_full_disk(run: Run) -> None:
     run(scenario)
 
 
+class FarReplicas:
+    """They confirm when the test says so."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[Exception | None], None]] = []
+
+    def when_safe(self, done: Callable[[Exception | None], None]) -> None:
+        self.waiting.append(done)
+
+    def check(self) -> None:
+        pass
+
+    def confirm(self, error: Exception | None = None) -> None:
+        waiting, self.waiting = self.waiting, []
+        for done in waiting:
+            done(error)
+
+
+@pytest.mark.parametrize("said", [b"", b"NOP\n"], ids=["stays", "says something else"])
+def test_a_lane_answers_when_the_replicas_have_confirmed(run: Run, said: bytes) -> None:
+    async def scenario(stage: LaneRig) -> None:
+        peer, other = await stage.in_lane(2)
+        stage.nsqd.broker.replicas = replicas = FarReplicas()
+        peer.send(pub(b"first"))
+        await stage.until(lambda: len(replicas.waiting) == 1)
+        peer.send(said)
+        await stage.until(lambda: len(stage.lane()) == (1 if said else 2))
+        other.send(pub(b"second"))
+        await stage.until(lambda: len(replicas.waiting) == 2)
+        # Nobody has an answer yet, so the first that each of them hears is this one.
+        assert stage.bodies()[-2:] == [b"first", b"second"]
+        assert not peer.reader._buffer and not other.reader._buffer  # type: ignore[attr-defined]
+        replicas.confirm()
+        await peer.hear(OK)
+        await other.hear(OK)
+        for one in (peer, other):
+            one.send(pub(b"refused"))
+        await stage.until(lambda: stage.bodies().count(b"refused") == 2)
+        replicas.confirm(OSError(errno.EIO, "another node has taken over"))
+        for one in (peer, other):
+            assert b"E_PUB_FAILED" in await one.reader.read()
+        stage.nsqd.broker.replicas = None
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("said", [b"NOP\n", b""], ids=["says something else", "hangs up"])
 def test_a_publisher_that_leaves_the_lane_gets_its_pending_ok_once(run: Run, said: bytes) -> None:
     async def scenario(stage: LaneRig) -> None:

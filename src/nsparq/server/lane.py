@@ -74,9 +74,9 @@ class Lanes:
 
     def join(self, topic: Topic, connection: Connection, *, has_headers: bool) -> Lane | None:
         """Move the connection to the topic's lane. None if that is not possible: without compiled
-        code, on another system than Linux, where publishers wait for the disk or for replicas,
-        beyond a number of lanes, and when the system has no descriptor left."""
-        if kernel.read_publishes is None or topic.is_synchronous or topic.broker.replicas is not None:
+        code, on another system than Linux, where publishers wait for the disk, beyond a number of
+        lanes, and when the system has no descriptor left."""
+        if kernel.read_publishes is None or topic.is_synchronous:
             return None
         try:
             lane = self.of(topic, has_headers=has_headers)
