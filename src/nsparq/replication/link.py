@@ -18,7 +18,7 @@ MAX_READY: Final = 1 << 20
 class Link(asyncio.Protocol):
     """Frames are taken one by one; those that `take_at_once` accepts, when they arrive.
 
-    A task that waits for each frame would cost more than most frames.
+    To wake a task for each frame would cost more than to handle most frames.
     """
 
     transport: asyncio.Transport
