@@ -215,10 +215,11 @@ class Working(Worker):
     def _confirm(self, connection: RawConnection, finished: list[bytes]) -> None:
         """nsqd has heard these FINs; before that a crash may cost them. One that comes after its
         message has timed out is refused, and then this connection is given up without a claim."""
+        asked_ns = time.time_ns()
         connection.barrier()
         if any(frame.type == ERROR for frame in connection._frames):
             raise ConnectionClosed
-        self.run_.finished.update(dict.fromkeys(finished, time.time_ns()))
+        self.run_.finished.update(dict.fromkeys(finished, (asked_ns, time.time_ns())))
         finished.clear()
 
 
@@ -279,7 +280,9 @@ class Run:
         self.report = Report()
         self.gate = threading.Event()
         self.delivered: set[bytes] = set()
-        self.finished: dict[bytes, int] = {}
+        self.finished: dict[bytes, tuple[int, int]] = {}
+        """When a worker asked whether nsqd has heard the FIN, and when it knew. On a busy machine a
+        crash may come between the answer and the second time."""
         self.crashes: list[Crash] = []
         self._lock = threading.Lock()
 
@@ -319,10 +322,10 @@ class Run:
     def deliver(self, body: bytes) -> None:
         """A worker received this message."""
         with self._lock:
-            finished_ns = self.finished.pop(body, None)
-            if finished_ns is None:
+            finished = self.finished.pop(body, None)
+            if finished is None:
                 self.delivered.add(body)
-            elif any(crash.noted_ns <= finished_ns <= crash.at_ns for crash in self.crashes):
+            elif any(crash.noted_ns <= finished[1] and finished[0] <= crash.at_ns for crash in self.crashes):
                 self.report.again += 1
             else:
                 self.report.doubled_after_fin += 1
