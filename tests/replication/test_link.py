@@ -31,6 +31,8 @@ from tests.replication.test_applying import content
 from tests.support.aio import run, until
 
 SECRET = b"the cluster's secret"
+SILENCE_S = 4.0
+"""How long a follower may be silent. On a busy machine a healthy one is, for a moment."""
 
 
 @pytest.fixture
@@ -339,7 +341,7 @@ def test_a_follower_whose_disk_stands_still_leaves_the_set_although_it_is_alive(
         getattr(QuickFiles, call)(self, *arguments)
 
     async def scenario() -> None:
-        async with cluster(directory, silence=0.5) as made:
+        async with cluster(directory, silence=SILENCE_S) as made:
             follower = new_follower(directory)
             follower._files = type("StalledFiles", (QuickFiles,), {call: stall})()
             async with following(follower, made.port):
@@ -349,7 +351,7 @@ def test_a_follower_whose_disk_stands_still_leaves_the_set_although_it_is_alive(
                 # Nothing is outstanding: it stays, however long that lasts.
                 made.life.step(10)
                 await made.is_safe()
-                await asyncio.sleep(1)
+                await asyncio.sleep(1.2 * SILENCE_S)
                 assert not made.asked
                 stalled.set()
                 files = made.primary.files
