@@ -281,6 +281,7 @@ def test_a_channel_is_replayed_after_a_preview(
     visitor.go(f"/topics/{topic}/c")
     visitor.find("#replay-link").click()
     visitor.sees("#positions", "5")
+    visitor.wait_for_script()
     visitor.find("#time").fill("last tuesday")
     assert visitor.find("#to-time").is_checked()
     visitor.find("#plan-do").click()
