@@ -10,8 +10,8 @@ PROGRAMS := $(addprefix $(VENV)/.,nsqjs chromium shells prometheus coordinators)
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 UP_ARGS ?=
-# Many tests wait more than they compute: so many at a time keep two cores busy.
-PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
+# Many tests wait more than they compute: this many at a time keep two cores busy.
+PARALLEL := -n 6 --dist loadfile --no-loadscope-reorder
 # What shares a Spark session is run beside all that, by one process: a second session would have to start and to warm
 # up as well.
 SPARK_TESTS := tests/spark tests/pipeline

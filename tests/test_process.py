@@ -35,8 +35,9 @@ print(len(os.listdir("/proc/self/task")))
 @pytest.fixture
 def collector_restored() -> Iterator[None]:
     thresholds = gc.get_threshold()
-    yield
     gc.unfreeze()
+    yield
+    gc.freeze()  # see tests/conftest.py
     gc.set_threshold(*thresholds)
 
 

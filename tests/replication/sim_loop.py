@@ -48,6 +48,7 @@ class SimThread(Thread):
         self._work = work
         self._context = context
         self._go, self._back = Semaphore(0), Semaphore(0)
+        self.waits_for: Event | None = None
         self.is_done = self.is_killed = False
         self.start()
 
@@ -65,12 +66,19 @@ class SimThread(Thread):
         self._go.release()
         self._back.acquire()
 
-    def park(self) -> None:
+    @property
+    def can_go_on(self) -> bool:
+        return self.waits_for is None or self.waits_for.is_set()
+
+    def wait(self, event: Event) -> None:
         """Called by the thread itself."""
-        self._back.release()
-        self._go.acquire()
-        if self.is_killed:
-            raise Killed
+        self.waits_for = event
+        while not event.is_set():
+            self._back.release()
+            self._go.acquire()
+            if self.is_killed:
+                raise Killed
+        self.waits_for = None
 
 
 class Network:
@@ -317,7 +325,8 @@ class SimLoop(asyncio.BaseEventLoop):
         self.call_later(self._thread_delay(), begin)
 
     def _go_on(self, process: Process, thread: SimThread, then: Callable[[], None]) -> None:
-        if not thread.is_done:
+        # Changing threads costs more than most of what they do.
+        if not thread.is_done and thread.can_go_on:
             thread.resume()
         if thread.is_done:
             process.threads.remove(thread)
@@ -331,8 +340,7 @@ class SimLoop(asyncio.BaseEventLoop):
     def wait(event: Event) -> None:
         thread = current_thread()
         assert isinstance(thread, SimThread), "the event loop waits for other nodes"
-        while not event.is_set():
-            thread.park()
+        thread.wait(event)
 
     def _thread_delay(self) -> float:
         process = PROCESS.get()
