@@ -1129,7 +1129,7 @@ def test_nothing_of_a_secret_is_logged(broker: Broker, caplog: pytest.LogCapture
 def test_an_idle_query_polls_less_often_and_then_returns(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "IDLE_S", 1.0)
+    monkeypatch.setattr(driver, "IDLE_S", 0.25)
     broker.publish("t", b"x")
     now = 0.0
     naps: list[float] = []
