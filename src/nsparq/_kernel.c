@@ -891,6 +891,93 @@ crc32c_instruction(const unsigned char *p, size_t size)
 
 static uint32_t (*crc32c)(const unsigned char *, size_t) = crc32c_tables;
 
+static inline unsigned char *
+put_little(unsigned char *p, uint64_t value, int width)
+{
+    for (int i = 0; i < width; i++)
+        p[i] = (unsigned char)(value >> 8 * i);
+    return p + width;
+}
+
+PyDoc_STRVAR(encode_singles_doc,
+"encode_singles(sequences, timestamps_ns, bodies, blocks, mark) -> (data, sizes)\n\n"
+"Batches of one message each, end to end, and their sizes as native 64-bit numbers. Sequence numbers and publish\n"
+"times are native 64-bit numbers; `bodies` and `blocks` are lists of bytes, and an empty block means no headers.");
+
+static PyObject *
+encode_singles(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 5 || !PyList_CheckExact(args[2]) || !PyList_CheckExact(args[3])) {
+        PyErr_SetString(PyExc_TypeError, "encode_singles(buffer, buffer, list, list, int)");
+        return NULL;
+    }
+    unsigned long mark = PyLong_AsUnsignedLong(args[4]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_buffer sequences = {0}, stamps = {0};
+    PyObject *data = NULL, *sizes = NULL, *result = NULL;
+    if (PyObject_GetBuffer(args[0], &sequences, PyBUF_SIMPLE) || PyObject_GetBuffer(args[1], &stamps, PyBUF_SIMPLE))
+        goto done;
+    Py_ssize_t count = PyList_GET_SIZE(args[2]), total = 0;
+    if (PyList_GET_SIZE(args[3]) != count || sequences.len != 8 * count || stamps.len != 8 * count) {
+        PyErr_SetString(PyExc_ValueError, "not as many of each");
+        goto done;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *body = PyList_GET_ITEM(args[2], i), *block = PyList_GET_ITEM(args[3], i);
+        if (!PyBytes_CheckExact(body) || !PyBytes_CheckExact(block)) {
+            PyErr_SetString(PyExc_TypeError, "bodies and blocks must be bytes");
+            goto done;
+        }
+        Py_ssize_t tail = PyBytes_GET_SIZE(block) ? 4 + PyBytes_GET_SIZE(block) : 0;
+        Py_ssize_t size = BATCH_HEADER + 4 + PyBytes_GET_SIZE(body) + tail;
+        if (size > UINT32_MAX) {
+            PyErr_SetString(PyExc_ValueError, "a message is too long");
+            goto done;
+        }
+        total += size;
+    }
+    data = PyBytes_FromStringAndSize(NULL, total);
+    sizes = PyBytes_FromStringAndSize(NULL, 8 * count);
+    if (data == NULL || sizes == NULL)
+        goto done;
+    unsigned char *out = (unsigned char *)PyBytes_AS_STRING(data);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *body = PyList_GET_ITEM(args[2], i), *block = PyList_GET_ITEM(args[3], i);
+        size_t length = (size_t)PyBytes_GET_SIZE(body), headers = (size_t)PyBytes_GET_SIZE(block);
+        unsigned char *start = out;
+        uint64_t sequence, stamp;
+        memcpy(&sequence, (const char *)sequences.buf + 8 * i, 8);
+        memcpy(&stamp, (const char *)stamps.buf + 8 * i, 8);
+        int64_t size = (int64_t)(BATCH_HEADER + 4 + length + (headers ? 4 + headers : 0));
+        memcpy(out, headers ? "NQB2" : "NQB1", 4);
+        out = put_little(out + 8, (uint64_t)size, 4);
+        out = put_little(out, (uint64_t)mark << 16, 4);
+        out = put_little(out, sequence, 8);
+        out = put_little(out, stamp, 8);
+        out = put_little(out, 0, 8);
+        out = put_little(out, 1, 4);
+        out = put_little(out, length, 4);
+        out = put_little(out, length, 4);
+        memcpy(out, PyBytes_AS_STRING(body), length);
+        out += length;
+        if (headers) {
+            out = put_little(out, headers, 4);
+            memcpy(out, PyBytes_AS_STRING(block), headers);
+            out += headers;
+        }
+        put_little(start + 4, crc32c(start + 8, (size_t)size - 8), 4);
+        memcpy(PyBytes_AS_STRING(sizes) + 8 * i, &size, 8);
+    }
+    result = PyTuple_Pack(2, data, sizes);
+done:
+    Py_XDECREF(data);
+    Py_XDECREF(sizes);
+    PyBuffer_Release(&sequences);
+    PyBuffer_Release(&stamps);
+    return result;
+}
+
 PyDoc_STRVAR(unpack_batches_doc,
 "unpack_batches(buffer, position, start, end, max_rows, max_bytes, headers)\n"
 "    -> (heads, offsets, data, block_offsets, blocks, position)\n\n"
@@ -1367,6 +1454,7 @@ static PyMethodDef methods[] = {
     {"encode_mpub_headers", (PyCFunction)(void (*)(void))encode_mpub_headers, METH_FASTCALL, encode_mpub_headers_doc},
     {"build_frames", (PyCFunction)(void (*)(void))build_frames, METH_FASTCALL, build_frames_doc},
     {"decode_fins", (PyCFunction)(void (*)(void))decode_fins, METH_FASTCALL, decode_fins_doc},
+    {"encode_singles", (PyCFunction)(void (*)(void))encode_singles, METH_FASTCALL, encode_singles_doc},
     {"unpack_batches", (PyCFunction)(void (*)(void))unpack_batches, METH_FASTCALL, unpack_batches_doc},
     {"open_ring", open_ring, METH_NOARGS, open_ring_doc},
     {"send_each", (PyCFunction)(void (*)(void))send_each, METH_FASTCALL, send_each_doc},

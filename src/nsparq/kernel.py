@@ -19,6 +19,7 @@ BuildFrames = Callable[..., tuple[bytes, bytes]]
 DecodeFins = Callable[[bytes, int], tuple[list[tuple[int, int]], int]]
 SendEach = Callable[[list[int], bytes, object], list[tuple[int, int]]]
 ReadPublishes = Callable[[int, bytes, int], tuple[list[int], list[bytes], list[tuple[int, bytes]]]]
+EncodeSingles = Callable[[Any, Any, list[bytes], list[bytes], int], tuple[bytes, bytes]]
 UnpackBatches = Callable[[Any, int, int, int, int, int, bool], tuple[bytes, bytes, bytes, bytes, bytes, int]]
 
 pack_messages: PackMessages | None = None
@@ -30,6 +31,7 @@ decode_headers: Callable[[Any], dict[str, str] | None] | None = None
 encode_mpub_headers: EncodeMpubHeaders | None = None
 build_frames: BuildFrames | None = None
 decode_fins: DecodeFins | None = None
+encode_singles: EncodeSingles | None = None
 unpack_batches: UnpackBatches | None = None
 open_ring: Callable[[], object] | None = None
 """What send_each() sends with; None without io_uring. Only the thread that opens it may use it."""
@@ -52,6 +54,7 @@ if not os.environ.get("NSPARQ_NO_EXTENSIONS"):
         encode_mpub_headers = _kernel.encode_mpub_headers
         build_frames = _kernel.build_frames
         decode_fins = _kernel.decode_fins
+        encode_singles = _kernel.encode_singles
         unpack_batches = _kernel.unpack_batches
         open_ring = _kernel.open_ring
         send_each = _kernel.send_each

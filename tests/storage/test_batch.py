@@ -8,6 +8,7 @@ from array import array
 import numpy as np
 import pytest
 
+from nsparq import kernel
 from nsparq.packed import PackedBodies
 from nsparq.storage import batch as batch_module
 from nsparq.storage.batch import (
@@ -23,11 +24,13 @@ from nsparq.storage.batch import (
     decode_lengths,
     encode_batch,
     encode_head,
+    encode_singles,
     lengths_of,
 )
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.log_range import locate_in_memory
 from nsparq.storage.raw_batch import iter_batches
+from tests.wire.harness import both_builds, using
 
 from .support import NOW_NS, encoded
 
@@ -180,6 +183,29 @@ def test_a_single_message_is_a_batch() -> None:
     batch = Batch.single(7, NOW_NS, b"body")
     assert (batch.base, batch.end, batch.due_ns, batch.bodies()) == (7, 8, 0, [b"body"])
     assert batch.timestamp_of(0) == NOW_NS
+
+
+@both_builds
+def test_many_single_messages_are_encoded_as_each_by_itself(build: str) -> None:
+    bodies, blocks = [b"one", b"", b"x" * 70_000], [b"", b"block", b"\x00" * 3]
+    sequences, stamps = np.array([1, 2**53, 7]), np.array([NOW_NS, -1, 0])
+    with using(build):
+        data, sizes = encode_singles(sequences, stamps, bodies, blocks, 0xABCD)
+        assert encode_singles(sequences[:0], stamps[:0], [], [], 1) == (b"", [])
+    columns = zip(sequences.tolist(), stamps.tolist(), bodies, blocks, strict=True)
+    each = [b"".join(encode_batch(Batch.single(*one), 0xABCD)) for one in columns]
+    assert (data, sizes) == (b"".join(each), [*map(len, each)])
+
+
+@pytest.mark.skipif(kernel.encode_singles is None, reason="the kernel is not built")
+def test_the_kernel_refuses_columns_that_do_not_match() -> None:
+    one = np.array([1])
+    assert kernel.encode_singles is not None
+    for columns in ((one, one, [b"x"], []), (one[:0], one, [b"x"], [b""]), (one, one[:0], [b"x"], [b""])):
+        with pytest.raises(ValueError, match="not as many"):
+            kernel.encode_singles(*columns, 1)
+    with pytest.raises(TypeError):
+        kernel.encode_singles(one, one, [bytearray(b"x")], [b""], 1)  # type: ignore[list-item]
 
 
 def test_a_batch_of_empty_bodies_has_all_of_them() -> None:

@@ -28,6 +28,7 @@ from nsparq.storage.state_files import ChannelState
 if TYPE_CHECKING:
     from nsparq.broker.channel import Channel
     from nsparq.broker.letters import Letter
+    from nsparq.broker.redrive_choice import Columns
 
 MAX_SHARE: Final = 8
 """Messages are carried over if they are at most one in so many of their segment."""
@@ -142,7 +143,7 @@ class CarriedOver:
         self.is_running = True
         return CarryJob(lambda: store.write(_read(chosen)), store.accept, before)
 
-    def begin_redrive(self, letters: list[Letter]) -> CarryJob:
+    def begin_redrive(self, letters: list[Letter], columns: Columns) -> CarryJob:
         """Take over messages that were dead letters and that the log does not have any more.
         Nothing may be running, and the channel must have a file."""
         store = self.store
@@ -150,9 +151,11 @@ class CarriedOver:
         assert not self.is_running
         self.is_running = True
         return CarryJob(
-            lambda: store.write_encoded(
-                (one.sequence, store.encode(one.sequence, one.timestamp_ns, one.body, one.block))
-                for one in letters
+            lambda: store.write_singles(
+                columns.sequences,
+                columns.timestamps_ns,
+                [one.body for one in letters],
+                [one.block for one in letters],
             ),
             store.accept,
         )

@@ -201,7 +201,7 @@ class Redrive:
             # The log must not remove messages before they count as unfinished.
             one.channel.topic.holds[one] = one.channel.topic.log.start
             if one.gone:
-                one.carrying = one.channel.carried_over.begin_redrive(one.gone)
+                one.carrying = one.channel.carried_over.begin_redrive(one.gone, one.gone_columns)
                 jobs.append(one.carrying)
         done = partial(self._carried, part, chosen, skipped)
 

@@ -102,6 +102,7 @@ class Chosen:
     """Writes the messages that the log does not have any more."""
     gone: list[Letter] = field(init=False)
     """The letters of those."""
+    gone_columns: Columns = field(init=False)
 
     def __post_init__(self) -> None:
         log, sequences = self.channel.topic.log, self.columns.sequences
@@ -109,6 +110,7 @@ class Chosen:
         for low, high in log.gaps.ranges:
             is_gone |= (low <= sequences) & (sequences < high)
         self.gone = [self.letters[index] for index in np.flatnonzero(is_gone).tolist()]
+        self.gone_columns = self.columns.only(is_gone)
 
     def has_changed(self, broker: Broker, name: str) -> bool:
         """Whether a letter of topic `name` cannot be put back any more, because of a seek or a

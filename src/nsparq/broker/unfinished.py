@@ -210,11 +210,15 @@ class Unfinished:
             flying = [*singles, *chain.from_iterable(sequences for _, sequences in longer)]
             numbers = [run.attempts for run in singles.values()]
             numbers += [number for number, sequences in longer for _ in sequences]
-            numbers += map(attempts.get, waiting, repeat(0))
-            due = np.zeros(len(numbers), np.int64)
-            due[len(numbers) - len(due_ns) :] = due_ns
             sequences = flying + waiting
+            # After a redrive very many wait, none of them with attempts.
+            tried = np.zeros(len(sequences), np.uint16)
+            tried[: len(flying)] = numbers
+            if attempts:
+                tried[len(flying) :] = [*map(attempts.get, waiting, repeat(0))]
+            due = np.zeros(len(sequences), np.int64)
+            due[len(sequences) - len(due_ns) :] = due_ns
             failed = np.array([failures.get(one, 0) for one in sequences] if failures else (), np.uint16)
-            return Exceptions(np.array(sequences, np.uint64), np.array(numbers, np.uint16), due, failed)
+            return Exceptions(np.fromiter(sequences, np.uint64, len(sequences)), tried, due, failed)
 
         return build

@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
+from nsparq import kernel
 from nsparq.packed import PackedBodies, join_headers
 
 Timestamps = int | npt.NDArray[np.int64]
@@ -246,6 +247,22 @@ def encode_single(sequence: int, timestamp_ns: int, body: bytes, block: bytes, m
         _CHECKED_SINGLE.pack(size, 0, mark, sequence, timestamp_ns, 0, 1, len(body), len(body)) + body + tail
     )
     return _SEALED.pack(MAGIC_WITH_HEADERS if block else MAGIC, crc32c(rest)) + rest
+
+
+def encode_singles(
+    sequences: npt.NDArray[np.int64],
+    timestamps_ns: npt.NDArray[np.int64],
+    bodies: list[bytes],
+    blocks: list[bytes],
+    mark: int,
+) -> tuple[bytes, list[int]]:
+    """The same for many messages, end to end, and the size of each."""
+    if kernel.encode_singles is not None:
+        data, sizes = kernel.encode_singles(sequences, timestamps_ns, bodies, blocks, mark)
+        return data, np.frombuffer(sizes, np.int64).tolist()
+    columns = sequences.tolist(), timestamps_ns.tolist(), bodies, blocks
+    made = [encode_single(*one, mark) for one in zip(*columns, strict=True)]
+    return b"".join(made), [*map(len, made)]
 
 
 def encode_head(

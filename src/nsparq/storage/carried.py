@@ -20,11 +20,12 @@ from nsparq.storage.batch import (
     decode_head,
     decode_lengths,
     encode_batch,
-    encode_single,
+    encode_singles,
 )
 from nsparq.storage.files import Files
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.log_range import LogRange, SharedReader, range_in_memory
+from nsparq.storage.number_ranges import Numbers
 from nsparq.storage.recovery import Damage, scan
 
 logger = logging.getLogger(__name__)
@@ -80,18 +81,19 @@ class CarriedFile:
     def write(self, messages: Iterable[Batch]) -> Places:
         """Write and sync messages, each a batch of its own; gives their places for accept(). A
         thread may call this, one at a time."""
-        return self.write_encoded(
-            (message.base, b"".join(encode_batch(message, self._mark))) for message in messages
-        )
+        listed = [*messages]
+        encoded = [b"".join(encode_batch(message, self._mark)) for message in listed]
+        numbers, sizes = [message.base for message in listed], [*map(len, encoded)]
+        return self._write(numbers, b"".join(encoded), sizes)
 
-    def encode(self, sequence: int, timestamp_ns: int, body: bytes, block: bytes) -> bytes:
-        """A message as it stands in the file. An empty block means no headers."""
-        return encode_single(sequence, timestamp_ns, body, block, self._mark)
+    def write_singles(
+        self, sequences: Numbers, timestamps_ns: Numbers, bodies: list[bytes], blocks: list[bytes]
+    ) -> Places:
+        """The same for messages in columns, and faster. An empty block means no headers."""
+        content, sizes = encode_singles(sequences, timestamps_ns, bodies, blocks, self._mark)
+        return self._write(sequences.tolist(), content, sizes)
 
-    def write_encoded(self, messages: Iterable[tuple[int, bytes]]) -> Places:
-        """The same as write(), for messages that are encoded, with their numbers."""
-        encoded = dict(messages)
-        content = b"".join(encoded.values())
+    def _write(self, sequences: list[int], content: bytes, sizes: list[int]) -> Places:
         if self._size:
             with self._files.opened(self._path) as fd:
                 self._files.write(fd, [content], self._size)
@@ -99,9 +101,8 @@ class CarriedFile:
         else:
             # A kill must not leave an empty file: load() would take it for damage.
             self._files.replace(self._path, content, sync=True)
-        sizes = [*map(len, encoded.values())]
         places = zip(accumulate(sizes, initial=self._size), sizes, strict=False)
-        return dict(zip(encoded, places, strict=True))
+        return dict(zip(sequences, places, strict=True))
 
     def accept(self, places: Places) -> None:
         """Count messages as carried over: they are on disk, and their segments may be removed."""
