@@ -34,6 +34,7 @@
 #define BATCH_HEADER 48
 #define MAX_BLOCK 65535
 #define FEW_HEADERS 16
+#define MAX_NUMBER 21
 #define READ_AT_ONCE 64
 #define READ_BYTES 4096
 #define SEND_AT_ONCE 64
@@ -444,10 +445,28 @@ done:
     return result;
 }
 
+/* Whether an object is a name for a header. */
+static int
+is_header_name(PyObject *name)
+{
+    if (!PyUnicode_CheckExact(name) || !PyUnicode_IS_COMPACT_ASCII(name))
+        return 0;
+    const unsigned char *text = PyUnicode_1BYTE_DATA(name);
+    Py_ssize_t width = PyUnicode_GET_LENGTH(name);
+    if (width < 1 || width > 255)
+        return 0;
+    unsigned char is_name = 1;
+    for (Py_ssize_t i = 0; i < width; i++)
+        is_name &= NAME_CHARACTERS[text[i]];
+    return is_name;
+}
+
 /* Size of the block of a message's headers; 0 if there are none, -1 for anything unusual: the Python code then
- * encodes it, or says what is wrong. Names in lower case are different, because the keys of a dict are. */
+ * encodes it, or says what is wrong. Names in lower case are different, because the keys of a dict are. `known`
+ * has FEW_HEADERS names that were checked, by place: messages of a publish mostly have the same. With it, a name
+ * that begins with nsq- is unusual: the Python code knows which of these a producer leaves out. */
 static Py_ssize_t
-block_size(PyObject *headers)
+block_size(PyObject *headers, PyObject **known)
 {
     PyObject *name, *value;
     Py_ssize_t position = 0, total = 0;
@@ -455,22 +474,23 @@ block_size(PyObject *headers)
         return 0;
     if (!PyDict_CheckExact(headers))
         return -1;
-    while (PyDict_Next(headers, &position, &name, &value)) {
+    for (Py_ssize_t place = 0; PyDict_Next(headers, &position, &name, &value); place++) {
         Py_ssize_t size;
-        if (!PyUnicode_CheckExact(name) || !PyUnicode_CheckExact(value) || !PyUnicode_IS_COMPACT_ASCII(name))
-            return -1;
-        const unsigned char *text = PyUnicode_1BYTE_DATA(name);
-        Py_ssize_t width = PyUnicode_GET_LENGTH(name);
-        if (width < 1 || width > 255)
-            return -1;
-        for (Py_ssize_t i = 0; i < width; i++)
-            if (!NAME_CHARACTERS[text[i]])
+        if (known == NULL || place >= FEW_HEADERS || known[place] != name) {
+            if (!is_header_name(name))
                 return -1;
+            if (known != NULL && PyUnicode_GET_LENGTH(name) > 4 && memcmp(PyUnicode_1BYTE_DATA(name), "nsq-", 4) == 0)
+                return -1;
+            if (known != NULL && place < FEW_HEADERS)
+                known[place] = name;
+        }
+        if (!PyUnicode_CheckExact(value))
+            return -1;
         if (PyUnicode_AsUTF8AndSize(value, &size) == NULL) {
             PyErr_Clear();
             return -1;
         }
-        total += 3 + width + size;
+        total += 3 + PyUnicode_GET_LENGTH(name) + size;
         if (total > MAX_BLOCK)
             return -1;
     }
@@ -497,19 +517,6 @@ put_block(unsigned char *out, PyObject *headers)
     return out;
 }
 
-/* Whether a name begins with nsq-: the Python code knows which of these a producer leaves out. The headers are
- * such that block_size() is not negative. */
-static int
-has_name_of_nsq(PyObject *headers)
-{
-    PyObject *name;
-    Py_ssize_t position = 0;
-    while (headers != Py_None && PyDict_Next(headers, &position, &name, NULL))
-        if (PyUnicode_GET_LENGTH(name) > 4 && memcmp(PyUnicode_1BYTE_DATA(name), "nsq-", 4) == 0)
-            return 1;
-    return 0;
-}
-
 PyDoc_STRVAR(encode_headers_doc,
 "encode_headers(headers) -> block or None\n\n"
 "The block of a dict of headers. None if a rule is broken, or a name has capital letters.");
@@ -517,7 +524,7 @@ PyDoc_STRVAR(encode_headers_doc,
 static PyObject *
 encode_headers(PyObject *module, PyObject *headers)
 {
-    Py_ssize_t size = headers == Py_None ? -1 : block_size(headers);
+    Py_ssize_t size = headers == Py_None ? -1 : block_size(headers, NULL);
     if (size < 0)
         Py_RETURN_NONE;
     PyObject *block = PyBytes_FromStringAndSize(NULL, size);
@@ -555,19 +562,34 @@ decode_headers(PyObject *module, PyObject *block)
     return headers;
 }
 
+static int
+count_digits(long long number)
+{
+    int digits = 1;
+    for (; number >= 10; number /= 10)
+        digits++;
+    return digits;
+}
+
 PyDoc_STRVAR(encode_mpub_headers_doc,
-"encode_mpub_headers(topic, bodies, headers) -> command or None\n\n"
+"encode_mpub_headers(topic, bodies, headers[, before, first]) -> command or None\n\n"
 "An MPUB of a list or tuple of messages with headers: a dict for all, or a list or tuple with a dict or None for\n"
-"each. None for anything else, if a rule is broken, if a name begins with nsq-, or if no message has headers.");
+"each. None for anything else, if a rule is broken, if a name begins with nsq-, or if no message has headers.\n"
+"With `before`, each block begins with that, up to the value of a number: `first` for the first message. Then\n"
+"`headers` may be None.");
 
 static PyObject *
 encode_mpub_headers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 3 || !PyBytes_Check(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "encode_mpub_headers(bytes, list or tuple, dict, list or tuple)");
+    if ((nargs != 3 && nargs != 5) || !PyBytes_Check(args[0]) || (nargs == 5 && !PyBytes_Check(args[3]))) {
+        PyErr_SetString(PyExc_TypeError, "encode_mpub_headers(bytes, list or tuple, headers[, bytes, int])");
         return NULL;
     }
-    int is_same = PyDict_CheckExact(args[2]);
+    Py_ssize_t before = nargs == 5 ? PyBytes_GET_SIZE(args[3]) : 0;
+    long long number = nargs == 5 ? PyLong_AsLongLong(args[4]) : 0;
+    if (number == -1 && PyErr_Occurred())
+        return NULL;
+    int is_same = PyDict_CheckExact(args[2]) || (before > 0 && args[2] == Py_None);
     if ((!PyList_CheckExact(args[1]) && !PyTuple_CheckExact(args[1]))
         || (!is_same && !PyList_CheckExact(args[2]) && !PyTuple_CheckExact(args[2])))
         Py_RETURN_NONE;
@@ -577,15 +599,18 @@ encode_mpub_headers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (!is_same && PySequence_Fast_GET_SIZE(args[2]) != count)
         Py_RETURN_NONE;
     Py_ssize_t width = PyBytes_GET_SIZE(args[0]), total = 4 + 8 * count, all = 0;
-    Py_ssize_t block = is_same ? block_size(args[2]) : 0;
-    if (block < 0 || (is_same && has_name_of_nsq(args[2])))
+    PyObject *known[FEW_HEADERS] = {NULL};
+    Py_ssize_t block = is_same ? block_size(args[2], known) : 0;
+    if (number < 0)
         Py_RETURN_NONE;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (!PyBytes_CheckExact(bodies[i]) || PyBytes_GET_SIZE(bodies[i]) == 0)
             Py_RETURN_NONE;
-        if (!is_same && ((block = block_size(headers[i])) < 0 || has_name_of_nsq(headers[i])))
+        if (!is_same)
+            block = block_size(headers[i], known);
+        if (block < 0 || block > MAX_BLOCK - before - (before ? MAX_NUMBER : 0))
             Py_RETURN_NONE;
-        all += block;
+        all += block + (before ? before + 2 + count_digits(number + i) : 0);
         total += PyBytes_GET_SIZE(bodies[i]);
     }
     total += all;
@@ -604,19 +629,80 @@ encode_mpub_headers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     for (Py_ssize_t i = 0; i < count; i++) {
         Py_ssize_t size = PyBytes_GET_SIZE(bodies[i]);
         unsigned char *start = out + 8;
-        if (is_same && first != NULL) {
-            memcpy(start, first, (size_t)block);
-            out = start + block;
+        out = start;
+        if (before) {
+            int digits = count_digits(number + i);
+            memcpy(out, PyBytes_AS_STRING(args[3]), (size_t)before);
+            out += before;
+            *out++ = 0;
+            *out++ = (unsigned char)digits;
+            for (long long rest = number + i, place = digits; place > 0; rest /= 10)
+                out[--place] = '0' + (char)(rest % 10);
+            out += digits;
         }
-        else
-            out = put_block(start, is_same ? args[2] : headers[i]);
-        first = first == NULL ? start : first;
+        if (is_same && first != NULL) {
+            memcpy(out, first, (size_t)block);
+            out += block;
+        }
+        else {
+            unsigned char *own = out;
+            out = put_block(out, is_same ? args[2] : headers[i]);
+            first = own;
+        }
         put_u32(start - 4, (uint32_t)(out - start));
         put_u32(start - 8, (uint32_t)(4 + (out - start) + size));
         memcpy(out, PyBytes_AS_STRING(bodies[i]), (size_t)size);
         out += size;
     }
     return command;
+}
+
+PyDoc_STRVAR(count_numbers_doc,
+"count_numbers(lengths, data, index, start, known) -> (count, first, behind)\n\n"
+"The header blocks in `data` have native 32-bit sizes. How many, from number `index` at `start` on, begin with\n"
+"`known` and then have a value of at most 18 digits, each number one more than that before; the first of these\n"
+"numbers, and the position behind the last of these blocks.");
+
+static PyObject *
+count_numbers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 5 || !PyBytes_Check(args[1]) || !PyBytes_Check(args[4])) {
+        PyErr_SetString(PyExc_TypeError, "count_numbers(buffer, bytes, int, int, bytes)");
+        return NULL;
+    }
+    Py_ssize_t index = PyLong_AsSsize_t(args[2]), start = PyLong_AsSsize_t(args[3]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_buffer lengths;
+    if (PyObject_GetBuffer(args[0], &lengths, PyBUF_SIMPLE))
+        return NULL;
+    const uint32_t *sizes = lengths.buf;
+    const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(args[1]);
+    const char *known = PyBytes_AS_STRING(args[4]);
+    Py_ssize_t most = lengths.len / 4, width = PyBytes_GET_SIZE(args[4]), size = PyBytes_GET_SIZE(args[1]);
+    long long first = 0, count = 0;
+    for (; index >= 0 && start >= 0 && index < most && sizes[index] <= size - start; index++) {
+        const unsigned char *p = data + start;
+        Py_ssize_t length = sizes[index];
+        if (length < width + 2 || memcmp(p, known, (size_t)width) != 0)
+            break;
+        int digits = p[width + 1], is_number = p[width] == 0 && digits > 0 && digits <= 18;
+        if (!is_number || digits > length - width - 2)
+            break;
+        long long number = 0;
+        p += width + 2;
+        for (int i = 0; i < digits; i++) {
+            is_number &= p[i] >= '0' && p[i] <= '9';
+            number = 10 * number + (p[i] - '0');
+        }
+        if (!is_number || (count > 0 && number != first + count))
+            break;
+        if (count++ == 0)
+            first = number;
+        start += length;
+    }
+    PyBuffer_Release(&lengths);
+    return Py_BuildValue("LLn", count, first, start);
 }
 
 static const char HEX[] = "0123456789abcdef";
@@ -1452,6 +1538,7 @@ static PyMethodDef methods[] = {
     {"encode_headers", encode_headers, METH_O, encode_headers_doc},
     {"decode_headers", decode_headers, METH_O, decode_headers_doc},
     {"encode_mpub_headers", (PyCFunction)(void (*)(void))encode_mpub_headers, METH_FASTCALL, encode_mpub_headers_doc},
+    {"count_numbers", (PyCFunction)(void (*)(void))count_numbers, METH_FASTCALL, count_numbers_doc},
     {"build_frames", (PyCFunction)(void (*)(void))build_frames, METH_FASTCALL, build_frames_doc},
     {"decode_fins", (PyCFunction)(void (*)(void))decode_fins, METH_FASTCALL, decode_fins_doc},
     {"encode_singles", (PyCFunction)(void (*)(void))encode_singles, METH_FASTCALL, encode_singles_doc},

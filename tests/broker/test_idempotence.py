@@ -8,13 +8,16 @@ from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nsparq.broker.idempotence import PRODUCERS_FILE, SAVE_INTERVAL_NS, read_numbers
 from nsparq.broker.seen_numbers import NumberRefused
 from nsparq.broker.stats import topic_stats
-from nsparq.headers import encode_headers
+from nsparq.headers import decode_headers, encode_headers
 from nsparq.packed import PackedBodies
 from tests.broker.rig import SECOND, Later, Receipt, Rig
+from tests.wire.harness import both_builds, using
 
 MakeRig = Callable[..., Rig]
 
@@ -89,6 +92,16 @@ def test_other_messages_are_left_alone(rig: Rig) -> None:
     assert rig.topic("u").message_count == 1
 
 
+def numbers_by_index(blocks: list[bytes]) -> dict[int, tuple[str, int, int]]:
+    runs = read_numbers(PackedBodies.of(blocks))
+    return {
+        run.place + step: (*run.origin, run.first + step)
+        for run in runs
+        for step in range(run.end - run.first)
+    }
+
+
+@both_builds
 @pytest.mark.parametrize(
     "headers",
     [
@@ -96,9 +109,48 @@ def test_other_messages_are_left_alone(rig: Rig) -> None:
         {"nsq-producer": "p", "nsq-epoch": "1", "nsq-number": "7", "a": "b"},
     ],
 )
-def test_the_order_of_the_headers_does_not_matter(headers: dict[str, str]) -> None:
+def test_the_order_of_the_headers_does_not_matter(headers: dict[str, str], build: str) -> None:
     blocks = [encode_headers(headers), encode_headers(headers | {"nsq-number": "8"})]
-    assert read_numbers(PackedBodies.of(blocks)) == [(("p", 1), 7), (("p", 1), 8)]
+    with using(build):
+        assert numbers_by_index(blocks) == {0: ("p", 1, 7), 1: ("p", 1, 8)}
+
+
+NUMBERED = st.builds(
+    block,
+    st.one_of(st.integers(0, 5), st.sampled_from(["0", "00", "7" * 18, "9" * 18])),
+    st.integers(0, 1),
+    st.sampled_from(["p", "q", "\x0cnsq-producer"]),
+    more=st.sampled_from(["", "x"]),
+)
+OTHERS = st.sampled_from(
+    [b"", encode_headers({"a": "\x0cnsq-producer"}), encode_headers({"nsq-number": "1"})]
+)
+
+
+@both_builds
+@given(runs=st.lists(st.tuples(st.one_of(NUMBERED, OTHERS), st.integers(1, 4))))
+def test_numbers_are_read_whatever_stands_beside_them(runs: list[tuple[bytes, int]], build: str) -> None:
+    blocks, expected = [], {}
+    for first, count in runs:
+        headers = decode_headers(first)
+        for step in range(count):
+            if "nsq-producer" in headers:
+                number = int(headers["nsq-number"]) + step
+                if number >= 10**18:
+                    break
+                origin = headers["nsq-producer"], int(headers["nsq-epoch"])
+                expected[len(blocks)] = (*origin, number)
+                blocks.append(encode_headers(headers | {"nsq-number": str(number)}))
+            else:
+                blocks.append(first)
+    with using(build):
+        assert numbers_by_index(blocks) == expected
+
+
+def test_consecutive_numbers_are_one_run() -> None:
+    blocks = [block(number) for number in (8, 9, 10, 3)]
+    read_numbers(PackedBodies.of(blocks))  # The first block of an origin is read by itself.
+    assert read_numbers(PackedBodies.of(blocks)) == [(0, ("p", 1), 8, 11), (3, ("p", 1), 3, 4)]
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,13 @@ nsqd would acknowledge its repeat.
 from __future__ import annotations
 
 import logging
+from array import array
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from nsparq.broker.seen_numbers import NumberRefused, Producer, SeenNumbers, Window
+from nsparq import kernel
+from nsparq.broker.seen_numbers import NumberRange, NumberRefused, Producer, SeenNumbers, Window
 from nsparq.broker.tagged import SEARCH_SIZE
 from nsparq.headers import ORIGIN, decode_headers, encode_headers
 from nsparq.packed import PackedBodies
@@ -52,8 +54,19 @@ Origin = tuple[str, int]
 """A producer's name and epoch."""
 _origins: dict[bytes, Origin] = {}
 """By the bytes with which a block begins, up to the value of its number."""
-Added = list[tuple[Producer, list[int]]]
+Added = list[tuple[Producer, list[NumberRange]]]
 """Numbers that were noted as stored, before their messages are."""
+
+
+class Run(NamedTuple):
+    """Consecutive messages of a publish with consecutive numbers."""
+
+    place: int
+    """Index of the first message."""
+    origin: Origin
+    first: int
+    end: int
+    """The number after the last one."""
 
 
 class Idempotence:
@@ -85,32 +98,30 @@ class Idempotence:
         """The messages that are not stored yet, and their numbers, which count as stored from now
         on: see forget(). Raises NumberRefused, with nothing noted."""
         assert bodies.headers is not None
-        numbered = read_numbers(bodies.headers)
+        runs = read_numbers(bodies.headers)
         now_ns = self._topic.broker.age_ns()
-        added: dict[Origin, tuple[Producer, list[int]]] = {}
-        for index, one in enumerate(numbered):
-            if one is None:
-                continue
-            origin, number = one
+        added: dict[Origin, tuple[Producer, list[NumberRange]]] = {}
+        for run in runs:
             try:
-                if origin not in added:
-                    added[origin] = self._seen.find(*origin, now_ns), []
-                added[origin][0].check(number)
+                if run.origin not in added:
+                    added[run.origin] = self._seen.find(*run.origin, now_ns), []
+                added[run.origin][0].check(run.first)
             except NumberRefused as error:
-                error.index = index
+                error.index = run.place
                 raise
-        is_new = [True] * len(numbered)
-        for index, one in enumerate(numbered):
-            if one is not None:
-                producer, numbers = added[one[0]]
-                if producer.add(one[1]):
-                    numbers.append(one[1])
-                else:
-                    is_new[index] = False
+        is_new = bytearray(b"\1") * len(bodies.lengths)
+        for place, origin, first, end in runs:
+            producer, ranges = added[origin]
+            new = producer.add(first, end)
+            ranges += new
+            if new != [(first, end)]:
+                is_new[place : place + end - first] = bytes(end - first)
+                for start, stop in new:
+                    is_new[place + start - first : place + stop - first] = b"\1" * (stop - start)
         for producer, _ in added.values():
             self._seen.tidy(producer, now_ns)
         if not all(is_new):
-            self.repeated_count += is_new.count(False)
+            self.repeated_count += is_new.count(0)
             blocks = PackedBodies.of(compress(bodies.headers[:], is_new))
             bodies = PackedBodies.of(compress(bodies[:], is_new)).with_blocks(blocks)
         return bodies, [*added.values()]
@@ -119,9 +130,9 @@ class Idempotence:
         """The messages with these numbers are not stored, or it is not certain that they are. If
         they come again, they are stored: twice is better than never."""
         self._captured = None
-        for producer, numbers in added:
-            for number in numbers:
-                producer.discard(number)
+        for producer, ranges in added:
+            for start, end in ranges:
+                producer.discard(start, end)
 
     # files
 
@@ -221,10 +232,9 @@ class Idempotence:
                 if batch.headers is None or batch.tag or batch.base < since:
                     continue
                 blocks = PackedBodies.of(batch.blocks())
-                for one in read_numbers(blocks) if PRODUCER in blocks.data else ():
-                    if one is not None:
-                        has_numbers = True
-                        self._add_stored(*one[0], one[1], batch.timestamp_ns)
+                for run in read_numbers(blocks) if PRODUCER in blocks.data else ():
+                    has_numbers = True
+                    self._add_stored(run, batch.timestamp_ns)
             sequence = found.next
         if has_numbers:
             # After a crash they may be nowhere but in the system's memory. Repeats are acknowledged
@@ -232,12 +242,12 @@ class Idempotence:
             log.sync_since(since)
         return has_numbers
 
-    def _add_stored(self, name: str, epoch: int, number: int, stored_ns: int) -> None:
+    def _add_stored(self, run: Run, stored_ns: int) -> None:
         try:
-            producer = self._seen.find(name, epoch, stored_ns)
+            producer = self._seen.find(*run.origin, stored_ns)
         except NumberRefused:
             return
-        producer.add(number)
+        producer.add(run.first, run.end)
         self._seen.tidy(producer, stored_ns)
 
 
@@ -280,33 +290,53 @@ def _recent(log: Log) -> int:
     return log.start
 
 
-def read_numbers(blocks: PackedBodies) -> list[tuple[Origin, int] | None]:
-    """The origin and number of each message, from their header blocks; None for a message without.
-    Raises NumberRefused."""
-    data = blocks.data
-    found: list[tuple[Origin, int] | None] = []
-    end = 0
-    # How the last block began, up to the value of its number; and its origin. No block begins with
-    # a zero byte.
-    known, origin = b"\0", ("", 0)
-    for index, length in enumerate(blocks.lengths):
-        start, end = end, end + length
-        if not data.startswith(known, start):
-            known = data[start : _before_number(data, start, end)]
-            origin = _origins.get(known, ("", 0))
-        value = start + len(known) + 2
-        if origin[0] and value < end:
-            digits = data[value : value + data[value - 1]]
-            if digits.isdigit() and len(digits) <= MAX_DIGITS and not data[value - 2]:
-                found.append((origin, int(digits)))
+def read_numbers(blocks: PackedBodies) -> list[Run]:
+    """The numbers of messages, from their header blocks. Raises NumberRefused."""
+    data, lengths = blocks.data, blocks.lengths
+    runs: list[Run] = []
+    index = start = 0
+    while index < len(lengths):
+        end = start + lengths[index]
+        # How the block begins, up to the value of its number.
+        known = data[start : _before_number(data, start, end)]
+        origin = _origins.get(known)
+        if origin is not None:
+            count, first, behind = (kernel.count_numbers or count_numbers)(lengths, data, index, start, known)
+            if count:
+                runs.append(Run(index, origin, first, first + count))
+                index, start = index + count, behind
                 continue
         try:
-            found.append(_read_block(data[start:end]))
+            found = _read_block(data[start:end])
         except ValueError as error:
             refused = NumberRefused("BAD_MESSAGE", str(error))
             refused.index = index
             raise refused from None
-    return found
+        if found is not None:
+            runs.append(Run(index, found[0], found[1], found[1] + 1))
+        index, start = index + 1, end
+    return runs
+
+
+def count_numbers(
+    lengths: array[int], data: bytes, index: int, start: int, known: bytes
+) -> tuple[int, int, int]:
+    """How many blocks, from number `index` at `start` on, begin with `known` and then have
+    consecutive numbers; the first of these numbers, and the end of the last of these blocks."""
+    first = count = 0
+    for place in range(index, len(lengths)):
+        value, end = start + len(known) + 2, start + lengths[place]
+        if value >= end or not data.startswith(known, start):
+            break
+        digits = data[value : value + data[value - 1]]
+        if not digits.isdigit() or len(digits) > MAX_DIGITS or data[value - 2]:
+            break
+        number = int(digits)
+        if count and number != first + count:
+            break
+        first = first if count else number
+        start, count = end, count + 1
+    return count, first, start
 
 
 def _before_number(data: bytes, start: int, end: int) -> int:

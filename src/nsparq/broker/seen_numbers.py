@@ -10,7 +10,7 @@ whether it was stored. Knows no messages and no files; the time is an argument.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
@@ -21,6 +21,10 @@ MAX_RANGES: Final = 1000
 """Ranges of one producer. With more gaps than that, the window gets shorter."""
 MAX_ENTRIES: Final = 20_000
 """Producers and ranges of one topic. Beyond that, the producer that was idle for longest goes."""
+
+
+NumberRange = tuple[int, int]
+"""The first number, and the one after the last."""
 
 
 class NumberRefused(NsparqError):
@@ -70,30 +74,24 @@ class Producer:
                 f"{self.floor}: nsqd no longer knows whether the message was stored",
             )
 
-    def add(self, number: int) -> bool:
-        """Note that a number is stored. False if it was before."""
+    def add(self, start: int, end: int) -> list[NumberRange]:
+        """Note that the numbers from `start` to before `end` are stored. Gives those that were not,
+        as ranges."""
         bounds = self.bounds
-        if bounds and bounds[-1] == number:
-            bounds[-1] = number + 1
-            return True
-        index = bisect_right(bounds, number)
-        if index % 2:
-            return False
-        # Join the ranges that the number touches.
-        low = index - 1 if index and bounds[index - 1] == number else index
-        high = index + 1 if index < len(bounds) and bounds[index] == number + 1 else index
-        bounds[low:high] = [*([number] if low == index else []), *([number + 1] if high == index else [])]
-        return True
+        if bounds and bounds[-1] == start:
+            # The usual case: the producer goes on.
+            bounds[-1] = end
+            return [(start, end)]
+        low, high = bisect_right(bounds, start), bisect_left(bounds, end)
+        missing = [*([] if low % 2 else [start]), *bounds[low:high], *([] if high % 2 else [end])]
+        low, high = bisect_left(bounds, start), bisect_right(bounds, end)
+        bounds[low:high] = [*([] if low % 2 else [start]), *([] if high % 2 else [end])]
+        return [*zip(missing[::2], missing[1::2], strict=True)]
 
-    def discard(self, number: int) -> None:
-        """The number is not stored after all."""
-        index = bisect_right(self.bounds, number)
-        if index % 2:
-            start, end = self.bounds[index - 1 : index + 1]
-            self.bounds[index - 1 : index + 1] = [
-                *([start, number] if start < number else []),
-                *([number + 1, end] if number + 1 < end else []),
-            ]
+    def discard(self, start: int, end: int) -> None:
+        """The numbers from `start` to before `end` are not stored after all."""
+        low, high = bisect_left(self.bounds, start), bisect_right(self.bounds, end)
+        self.bounds[low:high] = [*([start] if low % 2 else []), *([end] if high % 2 else [])]
 
     def forget_old(self, window: Window, now_ns: int) -> None:
         """Move the window up to the present."""

@@ -210,8 +210,7 @@ class Producer:
         publish()."""
         name = self._names.get(topic) or self._name(topic)
         if self._numbers is not None:
-            messages = self._numbers.messages(topic, encode_bodies(bodies), headers)
-            await self._send(wire.mpub(name + wire.WITH_HEADERS, messages), True)
+            await self._send(self._numbers.mpub(topic, name, bodies, headers, encode_bodies), True)
         elif headers is None:
             await self._send(wire.mpub(name, bodies, encode_bodies))
         else:

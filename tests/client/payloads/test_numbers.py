@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import pytest
 
+from nsparq.client.payloads.encode import encode_bodies
 from nsparq.client.payloads.numbers import Numbers, name_in_child
-from nsparq.headers import decode_headers
+from nsparq.headers import HeadersOfMany, decode_headers
+from nsparq.wire.limits import Limits
+from nsparq.wire.mpub import decode_multiple
+from tests.wire.harness import BUILDS, using
 
 
 def headers_of(message: bytes) -> list[tuple[str, str]]:
     """In the order in which they stand there."""
     size = int.from_bytes(message[:4])
     return [*decode_headers(message[4 : 4 + size]).items()]
+
+
+def messages(
+    numbers: Numbers, topic: str, bodies: list[bytes], headers: HeadersOfMany | None = None
+) -> list[tuple[bytes, list[tuple[str, str]]]]:
+    """Bodies and headers of the messages in an MPUB; the same with and without the kernel."""
+    first = numbers._next[topic]
+    commands = set()
+    for build in BUILDS:
+        numbers._next[topic] = first
+        with using(build):
+            commands.add(numbers.mpub(topic, topic.encode(), bodies, headers, encode_bodies))
+    (command,) = commands
+    line, _, rest = command.partition(b"\n")
+    assert line == b"MPUB " + topic.encode() + b" headers"
+    found = decode_multiple(rest[4:], Limits(), has_headers=True)
+    assert int.from_bytes(rest[:4]) == len(rest) - 4 and found.headers is not None
+    blocks = [[*decode_headers(block).items()] for block in found.headers[:]]
+    return [*zip(found[:], blocks, strict=True)]
 
 
 def own(numbers: Numbers, number: int) -> list[tuple[str, str]]:
@@ -22,9 +45,7 @@ def own(numbers: Numbers, number: int) -> list[tuple[str, str]]:
 def test_each_topic_is_counted_by_itself() -> None:
     numbers = Numbers("p")
     assert numbers.message("a", b"x") == numbers.message("b", b"x")
-    assert [headers_of(one) for one in numbers.messages("a", [b"x", b"y"])] == [
-        own(numbers, 1), own(numbers, 2)
-    ]  # fmt: skip
+    assert messages(numbers, "a", [b"x", b"y"]) == [(b"x", own(numbers, 1)), (b"y", own(numbers, 2))]
     assert numbers.message("a", b"x").endswith(b"3x")
 
 
@@ -32,8 +53,19 @@ def test_headers_of_the_user_come_behind_and_those_of_another_producer_go() -> N
     numbers = Numbers()
     passed_on = {"k": "v", "nsq-number": "7", "nsq-producer": "other", "nsq-epoch": "1"}
     assert headers_of(numbers.message("t", b"x", passed_on)) == [*own(numbers, 0), ("k", "v")]
-    several = numbers.messages("t", [b"x", b"y"], [{"a": "1"}, None])
-    assert [headers_of(one) for one in several] == [[*own(numbers, 1), ("a", "1")], own(numbers, 2)]
+    several = messages(numbers, "t", [b"x", b"y"], [{"a": "1"}, None])
+    assert several == [(b"x", [*own(numbers, 1), ("a", "1")]), (b"y", own(numbers, 2))]
+    assert messages(numbers, "t", [b"x"], passed_on) == [(b"x", [*own(numbers, 3), ("k", "v")])]
+
+
+def test_a_batch_of_any_length_has_consecutive_numbers() -> None:
+    numbers = Numbers()
+    for headers in (None, {}, {"k": "ü"}, [{"k": str(number)} for number in range(300)]):
+        first = numbers._next["t"] = 9_900
+        found = messages(numbers, "t", [b"%d" % number for number in range(300)], headers)
+        assert [block[2][1] for _, block in found] == [str(first + place) for place in range(300)]
+        expected = headers if isinstance(headers, list) else [headers or {}] * 300
+        assert [dict(block[3:]) for _, block in found] == expected
 
 
 def test_bad_headers_take_no_number() -> None:
@@ -41,9 +73,11 @@ def test_bad_headers_take_no_number() -> None:
     for headers in ({"k": "v" * 65_500}, {"no good": ""}):
         with pytest.raises(ValueError):
             numbers.message("t", b"x", headers)
-    for bodies, several in (([b"x", b""], None), ([b"x"], [{}, {}])):
-        with pytest.raises(ValueError):
-            numbers.messages("t", bodies, several)
+    cases = (([b"x", b""], None), ([b"x"], [{}, {}]), ([], None), ([b"x"], {"k": "v" * 65_440}))
+    for build in BUILDS:
+        for bodies, several in cases:
+            with using(build), pytest.raises(ValueError):
+                numbers.mpub("t", b"t", bodies, several, encode_bodies)  # type: ignore[arg-type]
     assert headers_of(numbers.message("t", b"x")) == own(numbers, 0)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import time_ns
-from typing import Final
+from typing import Any, Final
 from uuid import uuid4
 
+from nsparq import kernel
 from nsparq.headers import MAX_BLOCK, ORIGIN, Headers, HeadersOfMany, encode_headers, without_origin
-from nsparq.wire.client import with_headers
+from nsparq.wire.client import WITH_HEADERS, mpub, with_headers
 
 __all__ = ["Numbers", "name_in_child"]
 
@@ -45,8 +46,27 @@ class Numbers:
         self._next[topic] = number + 1
         return message
 
-    def messages(self, topic: str, bodies: list[bytes], headers: HeadersOfMany | None = None) -> list[bytes]:
-        """Messages with consecutive numbers. Raises ValueError, TypeError."""
+    def mpub(
+        self,
+        topic: str,
+        name: bytes,
+        bodies: Any,
+        headers: HeadersOfMany | None,
+        encode: Callable[[Any], Sequence[bytes]],
+    ) -> bytes:
+        """An MPUB of messages with consecutive numbers; `name` is that of the topic, encoded. `encode`
+        makes bytes of bodies. Raises ValueError, TypeError."""
+        first = self._next[topic]
+        command: bytes | None = None
+        if kernel.encode_mpub_headers is not None:
+            command = kernel.encode_mpub_headers(name, bodies, headers, self._prefix, first)
+        if command is None:
+            bodies = encode(bodies)
+            command = mpub(name + WITH_HEADERS, self._messages(first, bodies, headers))
+        self._next[topic] = first + len(bodies)
+        return command
+
+    def _messages(self, first: int, bodies: Sequence[bytes], headers: HeadersOfMany | None) -> list[bytes]:
         if not all(bodies):
             raise ValueError("there must be messages, and none of them empty")
         if headers is None or isinstance(headers, Mapping):
@@ -55,13 +75,10 @@ class Numbers:
             blocks = [self._own(one) for one in headers]
             if len(blocks) != len(bodies):
                 raise ValueError(f"{len(bodies)} messages, but {len(blocks)} headers")
-        first = self._next[topic]
-        made = [
+        return [
             self._numbered(number, block, body)
             for number, (block, body) in enumerate(zip(blocks, bodies, strict=True), first)
         ]
-        self._next[topic] = first + len(made)
-        return made
 
     def _own(self, headers: Headers | None) -> bytes:
         """The headers of the user."""
