@@ -156,6 +156,8 @@ def test_http_requests_name_headers_of_their_messages(nsqd: BrokerThread) -> Non
             assert read(consumer, 2) == [(b"one", expected), (b"two", expected)]
             nsqd.request("POST", "/mpub?topic=t&binary=true", multi([b"x"]), sent).expect_ok()
             assert read(consumer, 1) == [(b"x", expected)]
+        nsqd.request("POST", "/pub?topic=t&headers=true", with_headers(b"one", A), trace).expect_ok()
+        assert read(consumer, 1) == [(b"one", A)]
         messages = multi([with_headers(b"one", B), sized(b"") + b"two"])
         nsqd.request("POST", "/mpub?topic=t&binary=true&headers=true", messages, trace).expect_ok()
         assert read(consumer, 2) == [(b"one", B), (b"two", {})]
@@ -174,6 +176,8 @@ def test_http_requests_name_headers_of_their_messages(nsqd: BrokerThread) -> Non
         ("/mpub?topic=t&headers=true", {}, b"x", 400, "INVALID_ARG_HEADERS"),
         ("/mpub?topic=t&binary=true&headers=yes", {}, multi([b"x"]), 400, "INVALID_ARG_HEADERS"),
         ("/mpub?topic=t&binary=true&headers=true", {}, multi([b"x"]), 413, "BAD_MESSAGE"),
+        ("/pub?topic=t&headers=true", {}, b"x", 413, "BAD_MESSAGE"),
+        ("/pub?topic=t&headers=yes", {}, b"x", 400, "INVALID_ARG_HEADERS"),
     ],
 )
 def test_http_refuses_headers_that_break_a_rule(

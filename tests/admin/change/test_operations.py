@@ -255,6 +255,9 @@ def test_features_of_our_nsqd_are_shown_as_absent_with_nsqs_own(
     replay = admin.call("POST", f"/api/replay/{letters}/review", {"to": "start", "dry_run": False})
     replay.expect_error(501, "NOT_SUPPORTED")
     assert admin.call("POST", f"/api/messages/{letters}", {"body": "x"}).status == 200
+    # It would take the headers for a part of the body.
+    headed = admin.call("POST", f"/api/messages/{letters}", {"body": "y", "headers": {"a": "1"}})
+    assert headed.status == 501 and "does not know headers" in headed.json()["reason"]
 
 
 def test_an_nsqd_that_does_not_report_its_features_is_not_taken_for_nsqs_own(

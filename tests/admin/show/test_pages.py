@@ -57,7 +57,7 @@ class Browser:
     def get(self, path: str) -> Answer:
         return self._keep(self._admin.call("GET", path, headers=self._headers()))
 
-    def post(self, path: str, headers: dict[str, str] | None = None, **fields: str) -> Answer:
+    def post(self, path: str, headers: dict[str, str] | None = None, /, **fields: str) -> Answer:
         body = urlencode({"csrf": self.token, **fields}).encode()
         sent = {
             **self._headers(),
@@ -222,6 +222,27 @@ def test_messages_are_shown_published_and_searched(
     found = admin.get(f"/api/messages/{topic}")
     assert {one["kind"] for one in found["messages"]} == {"json", "binary"}
     assert found["unable"] == []
+
+
+def test_a_message_is_published_with_headers(cluster: Cluster, admin: AdminThread, browser: Browser) -> None:
+    topic = unique_name("t")
+    cluster.add(topic, "c")
+    fields = {"action": "publish", "topic": topic, "node": cluster.addresses[0]}
+    for headers, wrong in (
+        ("tenant", "a header is a name, a colon and a value"),
+        ("a: 1\nA: 2", "occurs twice"),
+        ("two words: 1", "not a header name"),
+    ):
+        assert wrong in browser.act(**fields, body="x", headers=headers)
+    browser.act(**fields, body="one", headers=" Tenant: äcme: 1\r\n\r\nempty:\r\n")
+    browser.act(**fields, body="later", headers="tenant: b", defer_ms="60000")
+    path = f"/api/messages/{topic}"
+    message = {"body": "two", "node": cluster.addresses[0], "headers": {"line": "a\nb"}}
+    admin.call("POST", path, message).expect_json()
+    found = {one["body"]: one["headers"] for one in admin.get(path)["messages"]}
+    assert found == {
+        "one": {"tenant": "äcme: 1", "empty": ""}, "later": {"tenant": "b"}, "two": {"line": "a\nb"},
+    }  # fmt: skip
 
 
 def letter(number: int) -> bytes:

@@ -39,11 +39,17 @@ class MessagesFailed(NsparqError):
 # Publishing
 
 
-async def publish(cluster: Cluster, node: Node, topic: str, body: bytes, *, defer_ms: int = 0) -> None:
-    """Raises MessagesFailed."""
+async def publish(
+    cluster: Cluster, node: Node, topic: str, body: bytes, *, defer_ms: int = 0, block: bytes = b""
+) -> None:
+    """`block` has the headers of the message; NSQ's own nsqd would take it for a part of the body.
+    Raises MessagesFailed."""
     query = {"topic": topic}
     if defer_ms:
         query["defer"] = str(defer_ms)
+    if block:
+        query["headers"] = "true"
+        body = _sized(block) + body
     await _ask(cluster, node, "POST", "/pub", body, **query)
 
 

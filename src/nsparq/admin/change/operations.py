@@ -23,6 +23,7 @@ from nsparq.admin.collect.upstream import BadStatus, RequestFailed
 from nsparq.admin.security import Access, Actor
 from nsparq.errors import NsparqError
 from nsparq.flags import parse_duration
+from nsparq.headers import Headers, encode_headers
 from nsparq.http.api import ApiError
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ __all__ = ["PEEK", "SEEK", "BadTarget", "Operations", "Plan", "Support", "parse_
 
 T = TypeVar("T")
 
-PEEK, SEEK = "/topic/peek", "/channel/seek"
-"""Features of nsparq's nsqd, named by their path."""
+PEEK, SEEK, HEADERS = "/topic/peek", "/channel/seek", "/dead_letters"
+"""Features of nsparq's nsqd, named by a path that came with them."""
 MAX_MOVES: Final = 20
 """Rounds of a move in one request. The answer says how many messages are left."""
 
@@ -116,17 +117,32 @@ class Operations:
         return found
 
     async def publish(
-        self, actor: Actor, topic: str, body: bytes, *, node: str = "", defer_ms: int = 0
+        self,
+        actor: Actor,
+        topic: str,
+        body: bytes,
+        *,
+        node: str = "",
+        defer_ms: int = 0,
+        headers: Headers | None = None,
     ) -> str:
         """Returns the address of the node. Without `node` it is the first that has the topic."""
         check_topic(topic)
         if not body:
             raise ApiError(400, "MSG_EMPTY")
+        try:
+            block = encode_headers(headers or {})
+        except (ValueError, TypeError) as error:
+            raise ApiError(400, "INVALID_HEADERS", reason=str(error)) from error
         target = await self._node_for(topic, node)
 
         async def work() -> list[str]:
             try:
-                await messages.publish(self._cluster, target, topic, body, defer_ms=defer_ms)
+                if block and HEADERS not in await self._admin.watch.features(target):
+                    raise ApiError(501, "NOT_SUPPORTED", reason=f"{target.address} does not know headers")
+                await messages.publish(self._cluster, target, topic, body, defer_ms=defer_ms, block=block)
+            except RequestFailed as error:
+                raise ApiError(502, f"UPSTREAM_ERROR: {target.address}: {error}") from error
             except messages.MessagesFailed as error:
                 raise ApiError(502, f"UPSTREAM_ERROR: {error}") from error
             return []

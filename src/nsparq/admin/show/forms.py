@@ -173,7 +173,12 @@ class Forms:
         form = sent.form
         body = form["body"].replace("\r\n", "\n").encode()
         address = await self._admin.operations.publish(
-            sent.actor, sent.topic, body, node=sent.node, defer_ms=form.number("defer_ms")
+            sent.actor,
+            sent.topic,
+            body,
+            node=sent.node,
+            defer_ms=form.number("defer_ms"),
+            headers=_headers_of(form["headers"]),
         )
         return Note(f"Published to {address}.")
 
@@ -367,3 +372,17 @@ def _post(path: str, handler: Handler, summary: str, **more: Any) -> Endpoint:
 
 def _done(text: str, warning: str) -> Note:
     return Note(f"{text} {warning}", is_good=False) if warning else Note(text)
+
+
+def _headers_of(lines: str) -> dict[str, str]:
+    """Headers of a message, one a line. Raises ApiError."""
+    headers: dict[str, str] = {}
+    for line in filter(None, map(str.strip, lines.splitlines())):
+        name, colon, value = line.partition(":")
+        if not colon:
+            raise ApiError(400, f"a header is a name, a colon and a value, not {line[:80]!r}")
+        name = name.strip().lower()
+        if name in headers:
+            raise ApiError(400, f"the header {name!r} occurs twice")
+        headers[name] = value.strip()
+    return headers

@@ -13,6 +13,7 @@ from nsparq.packed import PackedBodies
 from nsparq.server.api.message_headers import block_of, with_headers
 from nsparq.server.api.parameters import FLAG, TOPIC, flag_of
 from nsparq.server.api.topics import NEW_TOPIC_ERRORS, new_topic_name
+from nsparq.wire.header_blocks import take_headers
 from nsparq.wire.mpub import decode_multiple
 
 if TYPE_CHECKING:
@@ -45,6 +46,12 @@ class PublishApi:
                 help="milliseconds before delivery, up to `--max-req-timeout`",
                 schema={"type": "integer", "minimum": 0, "maximum": 3_600_000},
             ),
+            Param(
+                name="headers",
+                help="`true`: the message begins with the 32-bit size of its header block, and the block; "
+                "headers of the request are ignored",
+                schema=FLAG,
+            ),
         ),
         permission="publish",
         body_help="the message",
@@ -58,7 +65,9 @@ class PublishApi:
             (400, "MSG_EMPTY"),
             *NEW_TOPIC_ERRORS,
             (400, "INVALID_DEFER"),
+            (400, "INVALID_ARG_HEADERS"),
             (400, "INVALID_HEADERS"),
+            (413, "BAD_MESSAGE"),
             (409, "FENCED"),
             (409, "NUMBER_TOO_OLD"),
             (503, "EXITING"),
@@ -78,7 +87,12 @@ class PublishApi:
             if not 0 <= defer_ms <= self._options.max_req_timeout * 1000:
                 raise ApiError(400, "INVALID_DEFER")
         bodies = PackedBodies(array("I", (len(body),)), body)
-        if block := block_of(request):
+        if flag_of(request, "headers"):
+            try:
+                bodies = take_headers(bodies, "PUB")
+            except FatalClientError as error:
+                raise ApiError(413, error.code.removeprefix("E_")) from error
+        elif block := block_of(request):
             bodies = with_headers(bodies, block, self._options.max_msg_size)
         return self._publish(request, topic, bodies, defer_ms)
 

@@ -98,11 +98,26 @@ class Messages(Handlers):
         "POST",
         "/api/messages/{topic}",
         "Publish a message, to the node given or to the first that has the topic.",
-        {"body": TEXT, "body_base64": TEXT, "node": TEXT, "defer_ms": COUNT},
+        {
+            "body": TEXT,
+            "body_base64": TEXT,
+            "node": TEXT,
+            "defer_ms": COUNT,
+            "headers": {"type": "object", "additionalProperties": TEXT},
+        },
         group=GROUP,
+        details="`headers` needs nsparq's own nsqd.",
         permission="publish",
         max_body=2 * MAX_BODY,
-        errors=(FORBIDDEN, (400, "INVALID_TOPIC"), (400, "MSG_EMPTY"), (400, "INVALID_BODY"), UPSTREAM),
+        errors=(
+            FORBIDDEN,
+            (400, "INVALID_TOPIC"),
+            (400, "MSG_EMPTY"),
+            (400, "INVALID_BODY"),
+            (400, "INVALID_HEADERS"),
+            (501, "NOT_SUPPORTED"),
+            UPSTREAM,
+        ),
     )
     async def publish(self, request: Request) -> Result:
         (topic,) = path_values(request)
@@ -114,7 +129,12 @@ class Messages(Handlers):
             raise ApiError(400, "INVALID_BODY") from None
         node, defer_ms = _field(body, "node", ""), _field(body, "defer_ms", 0)
         address = await self._admin.operations.publish(
-            self._actor(request), topic, content, node=node, defer_ms=defer_ms
+            self._actor(request),
+            topic,
+            content,
+            node=node,
+            defer_ms=defer_ms,
+            headers=_field(body, "headers", {}),
         )
         return {"message": "", "node": address}
 
