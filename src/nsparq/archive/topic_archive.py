@@ -201,11 +201,16 @@ class TopicArchive:
     def refresh(self) -> None:
         """Read the latest manifest, if there is one that is not known."""
         number = self._latest_after(self.manifest.number)
-        if number > self.manifest.number:
-            found = self._read(number)
-            if found is None:
+        latest = self.manifest
+        if number > latest.number:
+            listed = self._read(number)
+            if listed is None:
                 raise ArchiveUnavailable(f"{self._place}: manifest {number} is gone")
-            self.manifest = found
+            latest = listed
+        # Some stores list an object late. Asking for it by its name always finds it.
+        while (following := self._read(latest.number + 1)) is not None:
+            latest = following
+        self.manifest = latest
 
     def _check_owner(self) -> None:
         if self._is_owner and self.manifest.writer != self._writer:
