@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,20 @@ def test_a_pipeline_runs_until_it_is_told_to_end(broker: Broker, tmp_path: Path)
         source = "given"
         sink = {{ topic = "copied" }}
     """)
+    broker.publish("given", b"too old")
+    since = time.time()
     broker.publish("given", b"before")
     conf = [f"--conf={name}={value}" for name, value in FAST.items()]
-    command = [sys.executable, "-m", "nsparq.tools.main", "pipeline", "run", "p.toml", *conf]
+    command = [
+        sys.executable,
+        "-m",
+        "nsparq.tools.main",
+        "pipeline",
+        "run",
+        "p.toml",
+        f"--since={since:.6f}",
+        *conf,
+    ]
     log = tmp_path / "log"
     with log.open("wb") as stderr, subprocess.Popen(command, cwd=tmp_path, stderr=stderr) as process:
         try:
@@ -41,3 +53,6 @@ def test_a_pipeline_runs_until_it_is_told_to_end(broker: Broker, tmp_path: Path)
             process.kill()
     assert [message.body for message in broker.peek("copied")] == [b"before", b"while it runs"]
     assert "copy: stopped" in log.read_text()
+    again = subprocess.run(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
+    assert again.returncode == 1
+    assert "--since: pipeline copy: it has begun, and continues where" in again.stderr

@@ -88,6 +88,17 @@ def test_a_wrong_file_has_exit_status_2(tmp_path: Path, capsys: pytest.CaptureFi
     assert "there is no pipeline 'b'; there are a" in capsys.readouterr().err
 
 
+def test_a_time_to_begin_with_must_make_sense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('[pipeline.a]\nsource = { topic = "x", mode = "queue" }\nsink = { topic = "y" }\n')
+    assert main(["pipeline", "run", str(path), "--since=2d"]) == 1
+    assert '--since: pipeline a: a source with mode = "queue" has no times' in capsys.readouterr().err
+    assert main(["pipeline", "run", str(path), "--since=2d", "--checkpoint=s3://lake/c"]) == 1
+    with pytest.raises(SystemExit):
+        main(["pipeline", "run", str(path), "--since=yesterday"])
+    assert "'yesterday' is not a time; write one such as 90m, 2d" in capsys.readouterr().err
+
+
 def test_the_status_of_pipelines_that_never_ran(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pipeline", "status", str(tmp_path)]) == 1
     assert "these pipelines have never been run" in capsys.readouterr().err

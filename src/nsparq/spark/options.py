@@ -186,6 +186,14 @@ class NsqOptions:
         "rows at all",
         {Use.LOG_STREAM, *QUEUE},
     )
+    trigger_interval: float = opt(
+        DURATION,
+        0.0,
+        "least time between the starts of two micro-batches, unless a limit has cut the first one short. Use "
+        "it instead of the interval of Spark's trigger, which would make a backlog wait after each batch: "
+        '`trigger(processingTime="0 seconds")`. Pipelines do',
+        {Use.LOG_STREAM},
+    )
     partition_bytes: int = opt(
         SIZE,
         64 << 20,

@@ -37,7 +37,8 @@ class BatchTimer:
         self._started_at = -inf
 
     @classmethod
-    def of(cls, options: NsqOptions, clock: Callable[[], float], interval: float = 0.0) -> BatchTimer:
+    def of(cls, options: NsqOptions, clock: Callable[[], float]) -> BatchTimer:
+        interval = options.trigger_interval
         return cls(options.min_rows_per_trigger or 0, options.max_trigger_delay, clock, interval)
 
     @property

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from nsparq.pipeline.execute.progress import Figures, State
 from nsparq.pipeline.execute.status import FILE_NAME, read_status
 from nsparq.pipeline.execute.view import HEADINGS, cells
 from nsparq.pipeline.file import ready_made
+from nsparq.pipeline.file.keys import is_local
 from nsparq.pipeline.file.nsq_options import DEFAULT_NSQD
 from nsparq.pipeline.file.reading import load
 from nsparq.pipeline.file.sinks import describe
@@ -41,6 +42,7 @@ from nsparq.tools.pipeline_common import (
     run_file,
     small_session,
 )
+from nsparq.tools.times import TIME_HELP, parse_time
 
 __all__ = ["main", "make_parser"]
 
@@ -95,6 +97,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--only", action="append", default=[], metavar="NAME", help="run only this pipeline; repeatable"
     )
     command.add_argument("--available-now", action="store_true", help="read the existing messages and end")
+    command.add_argument(
+        "--since",
+        type=_moment,
+        metavar="TIME",
+        help=f"begin with messages of this time: {TIME_HELP}. Only for pipelines that have not begun yet; "
+        "default: starting_position of the source",
+    )
     command.add_argument("--checkpoint", metavar="DIR", help="instead of checkpoint in [run]")
     command.add_argument(
         "--fail-fast", action="store_true", help="stop all pipelines when one has failed permanently"
@@ -146,12 +155,38 @@ def run(arguments: argparse.Namespace) -> int:
         directory = os.path.abspath(arguments.checkpoint)
         selected = [_moved(one, file.run.checkpoint, directory) for one in selected]
         file = replace(file, run=replace(file.run, checkpoint=directory))
+    if arguments.since is not None:
+        selected = [_beginning(one, arguments.since) for one in selected]
     return run_file(replace(file, pipelines=tuple(selected)), arguments, fail_fast=arguments.fail_fast)
 
 
 def _moved(pipeline: Pipeline, old: str, new: str) -> Pipeline:
     has_own = pipeline.checkpoint != f"{old}/{pipeline.name}"
     return pipeline if has_own else replace(pipeline, checkpoint=f"{new}/{pipeline.name}")
+
+
+def _moment(text: str) -> float:
+    try:
+        return parse_time(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _beginning(pipeline: Pipeline, since: float) -> Pipeline:
+    """A new pipeline that begins at a time. Raises StartError."""
+    from nsparq.pipeline.execute.beginnings import Beginnings
+
+    if not is_local(pipeline.checkpoint):
+        reason = f"nobody can say here whether it has begun, in {pipeline.checkpoint}"
+    elif Beginnings(pipeline).have_begun:
+        reason = f"it has begun, and continues where {pipeline.checkpoint} says"
+    elif any(source.is_queue for source in pipeline.sources):
+        reason = 'a source with mode = "queue" has no times'
+    else:
+        at = {"startingPosition": datetime.fromtimestamp(since, UTC).isoformat()}
+        sources = (replace(one, options={**one.options, **at}) for one in pipeline.sources)
+        return replace(pipeline, sources=tuple(sources))
+    raise StartError(f"--since: pipeline {pipeline.name}: {reason}")
 
 
 # check

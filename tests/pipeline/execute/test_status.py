@@ -202,10 +202,48 @@ def test_an_address_in_use_or_invalid_is_refused(status: Status, endpoint: Endpo
 
 def test_figures_as_a_line_and_as_a_sentence(status: Status) -> None:
     orders, bills = status.pipelines
-    assert cells(orders) == ("orders", "running", "300", "5", "1,200", "", "", "", "")
-    assert cells(bills) == ("bills", "failed", "0", "unknown", "0", "", "", "3", "2")
+    assert cells(orders) == ("orders", "running", "300", "5", "", "1,200", "", "", "", "")
+    assert cells(bills) == ("bills", "failed", "0", "unknown", "", "0", "", "", "3", "2")
     assert describe(orders) == "orders: running, 1,200 rows (300/s), lag 5"
     assert describe(bills) == "bills: failed, 0 rows (0/s), lag unknown, 3 did not decode, 2 failures"
+
+
+def behind(second: int, lag: int, rows: int = 100) -> dict[str, Any]:
+    """The report of a micro-batch that began at a second and left so many messages."""
+    latest = {"orders": {"n": ["x", 10_000 + lag]}}
+    sources = [{"endOffset": {"orders": {"n": ["x", 10_000]}}, "latestOffset": latest}]
+    return progress(second, rows, timestamp=f"2026-11-15T12:00:{second:02d}.000Z", sources=sources)
+
+
+def test_an_estimate_says_when_a_backlog_will_have_been_read() -> None:
+    figures = Figures("p", outputs=[OutputFigures("")], state=State.RUNNING)
+
+    def after(*report: int) -> tuple[float | None, str]:
+        figures.add_rows(behind(*report))
+        return figures.catch_up_seconds, cells(figures)[4]
+
+    assert after(0, 9000) == (None, "unknown")
+    # 100 messages are read each second, and 10 published.
+    assert after(10, 8100) == (90.0, "1m30s")
+    assert "lag 8,100, caught up in 1m30s" in describe(figures)
+    assert "nsparq_pipeline_catch_up_seconds{" in prometheus([figures])
+    assert after(20, 7200) == (80.0, "1m20s")
+    # A trigger that found nothing to start says nothing new; nor does more than is read.
+    assert after(21, 7300, 0) == (80.0, "1m20s")
+    assert after(30, 9001) == (None, "unknown")
+    assert after(40, 100) == (0.0, "")
+    assert after(41, 0, 0) == (0.0, "")
+    figures.failed("nsqd is away")
+    assert (figures.catch_up_seconds, cells(figures)[4]) == (None, "")
+
+
+def test_gaps_in_the_numbers_are_no_lag() -> None:
+    report = behind(0, 1 << 40)
+    assert lag_of(report) == 1 << 40
+    report["sources"][0]["latestOffset"] = json.dumps(
+        {"version": 2, "query": "", "logs": {"orders": {"n": ["x", 1 << 40]}}, "behind": {"rows": 7}}
+    )
+    assert lag_of(report) == 7
 
 
 def test_a_log_has_a_line_when_something_has_changed(

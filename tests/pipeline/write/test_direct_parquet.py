@@ -169,7 +169,6 @@ class Archive:
             "channel": "c",
             **({"topics": topics} if topics else {}),
             direct_parquet.LAYOUT: self.layout.dumps(),
-            direct_parquet.INTERVAL: given.pop("interval", "0"),
             "discoveryInterval": "50ms",
             **given,
         }
@@ -336,7 +335,7 @@ def test_files_left_by_a_run_are_removed_unless_a_commit_has_begun(
 
 def test_a_batch_waits_for_its_time_unless_it_is_full(broker: Broker, tmp_path: Path) -> None:
     broker.publish("t", b"1")
-    made = Archive(broker, tmp_path, "", topicsPattern="t|u", interval="3600", maxRowsPerTrigger="10")
+    made = Archive(broker, tmp_path, "", topicsPattern="t|u", triggerInterval="1h", maxRowsPerTrigger="10")
 
     def rows() -> int:
         return sum(part.rows for task in made.plan() for part in made.run(task))
@@ -359,7 +358,7 @@ def test_a_batch_waits_for_its_time_unless_it_is_full(broker: Broker, tmp_path: 
 
 def test_existing_messages_are_read_without_waiting(broker: Broker, tmp_path: Path) -> None:
     broker.publish("t", *[b"x"] * 25)
-    made = Archive(broker, tmp_path, "t", interval="3600", maxRowsPerTrigger="10")
+    made = Archive(broker, tmp_path, "t", triggerInterval="1h", maxRowsPerTrigger="10")
     made.reader.prepareForTriggerAvailableNow()
     assert [sum(part.rows for task in made.plan() for part in made.run(task)) for _ in range(4)] == [
         10,

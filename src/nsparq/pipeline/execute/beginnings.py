@@ -12,7 +12,7 @@ import json
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from nsparq.errors import NsparqError
 from nsparq.pipeline.decode.formats import HEADERS
@@ -23,6 +23,10 @@ from nsparq.pipeline.pipeline_json import PipelineJson
 from nsparq.spark.columns import SCHEMA
 from nsparq.spark.options import NsqOptions, Use
 from nsparq.spark.source.positions import decode, encode
+
+BATCH_BYTES: Final = "256m"
+"""Limit of a micro-batch, if the file sets none. A pipeline that has years to read shows rows, and can be
+stopped, after some seconds."""
 
 
 class Beginnings:
@@ -49,6 +53,11 @@ class Beginnings:
         return [
             role for role in self._pipeline.roles if role not in self._known and not self._has_begun(role)
         ]
+
+    @property
+    def have_begun(self) -> bool:
+        """Whether one of the queries has a place where it begins, or has read something."""
+        return bool(self._known) or any(map(self._has_begun, self._pipeline.roles))
 
     def _has_begun(self, role: str) -> bool:
         """Whether Spark has logged offsets for this query."""
@@ -115,6 +124,10 @@ def source_options(
 ) -> dict[str, str]:
     """Options of format("nsq") for the query of an output, or without one for the dead letters."""
     options = {**file.nsq, **source.options}
+    if not source.is_queue and not {"maxRowsPerTrigger", "maxBytesPerTrigger"} & options.keys():
+        options["maxBytesPerTrigger"] = BATCH_BYTES
+    if pipeline.is_paced_by_source:
+        options["triggerInterval"] = f"{round(pipeline.trigger.seconds * 1000)}ms"
     if output is None or not source.decode.headers:
         # Nobody needs the headers, so they are not decoded.
         options["columns"] = ",".join(name for name in SCHEMA.names if name != HEADERS)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from enum import StrEnum
 from functools import reduce
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from nsparq.pipeline.decode.formats import DECODED
 from nsparq.pipeline.file.spec import MESSAGES
@@ -18,6 +18,11 @@ from nsparq.spark.source.positions import BadOffset, Offsets, decode
 WRITTEN: Final = "nsparq_written"
 """Name of the observation that counts messages if Spark only sees files; see
 `write.direct_parquet`."""
+
+RECENT: Final = 10
+"""Micro-batches that an estimate is made from."""
+
+Number = TypeVar("Number", int, float)
 
 
 class State(StrEnum):
@@ -38,6 +43,29 @@ def decoded_name(source: str) -> str:
     return DECODED if source == MESSAGES else f"{DECODED}_{source}"
 
 
+class CatchUp:
+    """Estimates from the last micro-batches when a query will have read everything."""
+
+    def __init__(self) -> None:
+        self._behind: deque[tuple[float, int]] = deque(maxlen=RECENT)
+        """When micro-batches were planned, and the messages that they left."""
+        self._estimate: float | None = None
+
+    def estimate(self, now: float, rows: int, lag: int | None) -> float | None:
+        """Seconds after the end of a micro-batch, which was planned `now` and leaves `lag` messages."""
+        if lag is None or lag <= rows:
+            self._behind.clear()
+            self._estimate = None if lag is None else 0.0
+        elif rows:
+            self._behind.append((now, lag))
+            since, before = self._behind[0]
+            passed = now - since
+            # The lag shrinks by what is read and grows by what is published.
+            is_shrinking = passed > 0 and lag < before
+            self._estimate = lag * passed / (before - lag) if is_shrinking else None
+        return self._estimate
+
+
 @dataclass
 class OutputFigures:
     """Figures of the query of one output."""
@@ -56,6 +84,9 @@ class OutputFigures:
     lag: int | None = None
     """Messages published and not yet read. None if unknown: before the first report of the source,
     after a failure, and if an nsqd does not answer."""
+    catch_up_seconds: float | None = None
+    """How long it will take to read what is published and not yet read; 0 if it takes one micro-batch.
+    None if unknown, and while more is published than read."""
     batches: int = 0
     """Completed micro-batches with rows."""
     batch: int | None = None
@@ -67,6 +98,7 @@ class OutputFigures:
     def __post_init__(self) -> None:
         self._read: Counter[str] = Counter()
         self._bad: Counter[str] = Counter()
+        self._catch_up = CatchUp()
 
     def add(self, progress: Mapping[str, Any]) -> None:
         """Adds the progress report of a micro-batch."""
@@ -75,6 +107,8 @@ class OutputFigures:
         self.batch = int(progress["batchId"])
         self.rows += rows
         self.lag = lag_of(progress)
+        began = datetime.fromisoformat(progress["timestamp"].replace("Z", "+00:00")).timestamp()
+        self.catch_up_seconds = self._catch_up.estimate(began, rows, self.lag)
         operators = progress.get("stateOperators") or ()
         self.late += sum(_number(one.get("numRowsDroppedByWatermark")) for one in operators)
         # A batch without messages can write rows: those of a window that closes.
@@ -86,9 +120,12 @@ class OutputFigures:
         self.batches += 1
         self.batch_seconds = seconds
         self.rows_per_second = rows / seconds if seconds else 0.0
-        began = datetime.fromisoformat(progress["timestamp"].replace("Z", "+00:00"))
-        self.last_batch = began.timestamp() + seconds
+        self.last_batch = began + seconds
         self._count_sources(progress, rows)
+
+    def forget_lag(self) -> None:
+        self.lag = None
+        self.catch_up_seconds = self._catch_up.estimate(0.0, 0, None)
 
     def _count_sources(self, progress: Mapping[str, Any], rows: int) -> None:
         observed = {
@@ -128,6 +165,7 @@ class Figures:
     late: int = 0
     rows_per_second: float = 0.0
     lag: int | None = None
+    catch_up_seconds: float | None = None
     batches: int = 0
     batch: int | None = None
     batch_seconds: float = 0.0
@@ -172,8 +210,8 @@ class Figures:
 
     def forget_lag(self) -> None:
         for one in self.outputs:
-            one.lag = None
-        self.lag = None
+            one.forget_lag()
+        self.lag = self.catch_up_seconds = None
 
     def _sum_up(self) -> None:
         outputs = self.outputs
@@ -187,12 +225,18 @@ class Figures:
         self.batch_seconds = max(one.batch_seconds for one in outputs)
         self.batch = min((one.batch for one in outputs if one.batch is not None), default=None)
         self.last_batch = max((one.last_batch for one in outputs if one.last_batch is not None), default=None)
-        lags = [one.lag for one in outputs]
-        self.lag = None if None in lags else max(one for one in lags if one is not None)
+        self.lag = _worst([one.lag for one in outputs])
+        self.catch_up_seconds = _worst([one.catch_up_seconds for one in outputs])
 
     def as_json(self) -> dict[str, Any]:
         found = {one.name: getattr(self, one.name) for one in fields(self)}
         return {**found, "state": str(self.state), "outputs": [one.as_json() for one in self.outputs]}
+
+
+def _worst(found: Sequence[Number | None]) -> Number | None:
+    """The highest figure; None if one is unknown."""
+    known = [one for one in found if one is not None]
+    return max(known) if len(known) == len(found) else None
 
 
 def _written(progress: Mapping[str, Any]) -> int:
@@ -230,12 +274,20 @@ def _lag(source: Mapping[str, Any]) -> int | None:
             return None
         lag += max(0, last - read.sequence)
     # A log without a position in the query has not been read at all, and its size is unknown.
-    return None if ends else lag
+    if ends:
+        return None
+    # The source knows more of gaps in the numbers than their difference does.
+    known = _parsed(source["latestOffset"]).get("behind", {}).get("rows")
+    return lag if known is None else min(lag, _number(known))
 
 
 def _offsets(value: Any) -> Offsets | None:
     """Offsets, which Spark gives as JSON text or as parsed JSON."""
     try:
-        return decode(json.loads(value) if isinstance(value, str) else value)
+        return decode(_parsed(value))
     except (BadOffset, ValueError):
         return None
+
+
+def _parsed(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 from weakref import WeakSet
@@ -168,14 +168,11 @@ def _start_direct(
     options = {
         **source_options(file, pipeline, source, output),
         direct_parquet.LAYOUT: layout.dumps(),
-        direct_parquet.INTERVAL: str(pipeline.trigger.seconds),
     }
     files = _load(spark, pipeline, source, direct_parquet.FORMAT, options)
     counted = files.observe(WRITTEN, F.sum("rows").alias("rows"), F.sum("size").alias("bytes"))
     writer = writer_of(output.sink, counted, Target(file, pipeline, output)).option("described", "true")
-    # The source itself decides when the next batch starts.
-    trigger = pipeline.trigger if pipeline.trigger.ends else Trigger(0.0)
-    return _start_output(writer, replace(pipeline, trigger=trigger), output)
+    return _start_output(writer, pipeline, output)
 
 
 def _start_output(writer: DataStreamWriter, pipeline: Pipeline, output: Output) -> StreamingQuery:
@@ -197,7 +194,7 @@ def _triggered(writer: DataStreamWriter, pipeline: Pipeline, output: Output | No
     sink = None if output is None else output.sink
     # Spark takes the name of a catalog table only when the query starts.
     table = sink.table if isinstance(sink, Format) and not sink.batches else ""
-    trigger = pipeline.trigger
+    trigger = Trigger(0.0) if pipeline.is_paced_by_source else pipeline.trigger
     if trigger.kind == "available-now":
         writer = writer.trigger(availableNow=True)
     elif trigger.kind == "once":

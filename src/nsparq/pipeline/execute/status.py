@@ -90,6 +90,7 @@ _METRICS: Final = (
     ("rows_written_total", "counter", "rows written, by sinks that count them", "rows_written"),
     ("rows_per_second", "gauge", "rate of the last micro-batch", "rows_per_second"),
     ("lag_messages", "gauge", "messages published and not yet read", "lag"),
+    ("catch_up_seconds", "gauge", "estimate of the time until everything is read", "catch_up_seconds"),
     ("undecodable_total", "counter", "messages that did not decode", "undecodable"),
     ("dead_letters_total", "counter", "messages written to the dead-letter topic", "dead_letters"),
     ("late_total", "counter", "rows, or groups of rows, that came after the watermark", "late"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from math import ceil
 from typing import TYPE_CHECKING, Final, Self
 
+from nsparq.flags import format_duration
 from nsparq.pipeline.execute.progress import Figures, State
 from nsparq.pipeline.execute.status import Status
 
@@ -16,7 +18,18 @@ logger = logging.getLogger(__name__)
 
 LOG_S: Final = 10.0
 UNKNOWN: Final = "unknown"
-HEADINGS: Final = ("pipeline", "state", "rows/s", "lag", "rows", "batch", "took", "dead letters", "failures")
+HEADINGS: Final = (
+    "pipeline",
+    "state",
+    "rows/s",
+    "lag",
+    "caught up in",
+    "rows",
+    "batch",
+    "took",
+    "dead letters",
+    "failures",
+)
 _STYLES: Final = {
     State.RUNNING: "green",
     State.STARTING: "yellow",
@@ -33,6 +46,7 @@ def cells(one: Figures) -> tuple[str, ...]:
         str(one.state),
         f"{one.rows_per_second:,.0f}",
         UNKNOWN if one.lag is None else f"{one.lag:,}",
+        _remaining(one),
         f"{one.rows:,}",
         "" if one.batch is None else str(one.batch),
         f"{one.batch_seconds:.2f} s" if one.batches else "",
@@ -41,10 +55,19 @@ def cells(one: Figures) -> tuple[str, ...]:
     )
 
 
+def _remaining(one: Figures) -> str:
+    """When it will have read everything. Empty if it has, or if nothing is known."""
+    if one.catch_up_seconds is None:
+        return UNKNOWN if one.lag and one.batches else ""
+    return format_duration(ceil(one.catch_up_seconds)) if one.catch_up_seconds else ""
+
+
 def describe(one: Figures) -> str:
     """The same as a log line."""
     parts = [f"{one.rows:,} rows ({one.rows_per_second:,.0f}/s)"]
     parts.append(f"lag {UNKNOWN if one.lag is None else format(one.lag, ',')}")
+    if remaining := _remaining(one):
+        parts.append(f"caught up in {remaining}")
     if one.batches:
         parts.append(f"batch {one.batch} took {one.batch_seconds:.2f} s")
     if one.undecodable:

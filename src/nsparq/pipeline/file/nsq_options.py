@@ -22,9 +22,9 @@ NSQ_KEYS: Final = {
 SOURCE_KEYS: Final = {
     one.attribute: one
     for one in TABLE.values()
-    if one.uses & _STREAMS and one.attribute not in {*NSQ_KEYS, "columns"}
+    if one.uses & _STREAMS and one.attribute not in {*NSQ_KEYS, "columns", "trigger_interval"}
 }
-"""Without `columns`, because a pipeline uses all columns."""
+"""Without `columns`, because a pipeline uses all columns, and `trigger_interval`: it has `trigger`."""
 SINK_KEYS: Final = {
     one.attribute: one
     for one in TABLE.values()

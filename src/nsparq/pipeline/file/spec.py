@@ -280,6 +280,14 @@ class Pipeline:
         return *(output.role for output in self.outputs), *letters
 
     @property
+    def is_paced_by_source(self) -> bool:
+        """Whether the source keeps the interval of the trigger. It does not hold a full micro-batch up,
+        so a backlog is read at full speed. Spark has to keep the interval of several sources, and of
+        user code, whose timers may start micro-batches without messages."""
+        is_one_log = len(self.sources) == 1 and not self.sources[0].is_queue
+        return is_one_log and not self.trigger.ends and not any(step.python for step in self.steps)
+
+    @property
     def pattern(self) -> str:
         """A regular expression for the full names of all topics that the pipeline reads."""
         if len(self.sources) == 1:

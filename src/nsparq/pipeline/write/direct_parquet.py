@@ -32,7 +32,6 @@ from nsparq.pipeline.file.sinks import Parquet
 from nsparq.pipeline.file.spec import Pipeline
 from nsparq.spark.columns import SCHEMA
 from nsparq.spark.options import NsqOptions, Use
-from nsparq.spark.source.driver import LogSource
 from nsparq.spark.source.range_reader import LogRange, read_range
 from nsparq.spark.source.stream import LogStreamReader
 from nsparq.spark.worker import prepare_worker
@@ -44,8 +43,7 @@ if TYPE_CHECKING:
 
 FORMAT: Final = "nsparq_direct"
 LAYOUT: Final = "layout"
-INTERVAL: Final = "interval"
-"""Options beside those of format("nsq"): a Layout, and the interval of batches in seconds."""
+"""Option beside those of format("nsq"): a Layout."""
 DESCRIBED: Final = (
     StructType()
     .add("path", StringType(), False)
@@ -150,20 +148,15 @@ class DirectDataSource(DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         given = dict(self.options)
-        layout, interval = Layout.loads(given.pop(LAYOUT)), float(given.pop(INTERVAL))
-        return DirectReader(NsqOptions.parse(given, Use.LOG_STREAM), layout, interval)
+        layout = Layout.loads(given.pop(LAYOUT))
+        return DirectReader(NsqOptions.parse(given, Use.LOG_STREAM), layout)
 
 
 class DirectReader(LogStreamReader):
-    def __init__(self, options: NsqOptions, layout: Layout, interval: float = 0.0) -> None:
-        """A batch starts after `interval`, or as soon as it is full. Spark's triggers know only the
-        interval: after a full batch they would let the remaining messages wait."""
-        self._layout, self._interval = layout, interval
+    def __init__(self, options: NsqOptions, layout: Layout) -> None:
+        self._layout = layout
         wanted = {*layout.columns.values(), "timestamp"}
         super().__init__(StructType([field for field in SCHEMA.fields if field.name in wanted]), options)
-
-    def _new_source(self) -> LogSource:
-        return LogSource(self._options, interval=self._interval)
 
     def _read_here(self, work: tuple[LogRange, ...]) -> None:
         """Only tasks write files."""

@@ -31,6 +31,7 @@ from nsparq.spark.source.positions import Offsets, Place
 from nsparq.spark.source.range_reader import LogRange
 from nsparq.spark.source.ranges import GUESSED_BYTES, RangePlanner, unread
 from nsparq.spark.trigger import BatchTimer, Limit
+from nsparq.storage.gaps import Gaps
 
 __all__ = ["LogSource"]
 
@@ -80,21 +81,19 @@ class LogSource:
         self,
         options: NsqOptions,
         *,
-        interval: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`interval` is the least time between two micro-batches that are not full."""
         self._options = options
         self._is_wanted = options.topic_filter()
         self._clock, self._sleep = clock, sleep
-        self._timer = BatchTimer.of(options, clock, interval)
+        self._timer = BatchTimer.of(options, clock)
         self._peers = Peers(options, clock, sleep)
         self._channels = Channels(options.channel or "", self._peers)
-        archived = ArchivedLogs(options, clock)
-        self._bounds = Bounds(options, self._peers, self._channels, archived)
+        self._archived = ArchivedLogs(options, clock)
+        self._bounds = Bounds(options, self._peers, self._channels, self._archived)
         self._losses = Losses(options, self._channels)
-        self._planner = RangePlanner(options, self._peers, self._losses, archived)
+        self._planner = RangePlanner(options, self._peers, self._losses, self._archived)
         self._target: dict[tuple[str, str], int] | None = None
         """With trigger availableNow: where the query ends, by topic and incarnation."""
         self._new_query = uuid4().hex if options.own_channel and options.channel else ""
@@ -219,13 +218,15 @@ class LogSource:
                 visible = self._target.get((log[0], positions.incarnation), 0)
             if visible > first and not status.is_paused:
                 growing.append(_Growth(log, positions, first, visible))
-        if limit.is_bounded or self._timer.counts_rows:
+        counts = _counts(growing)
+        if _limited(growing, counts, limit) != counts or self._timer.counts_rows:
             first_message = self._planner.first_message
             growing = [g._replace(first=first_message(g.log, g.positions, g.first)) for g in growing]
-        counts = [min(max(0, g.end - g.first), g.positions.messages) for g in growing]
-        taken = _limited(growing, counts, limit) if limit.is_bounded else counts
-        for growth, count in zip(growing, taken, strict=True):
-            last = min(growth.end, growth.first + count) if limit.is_bounded else growth.end
+            counts = _counts(growing)
+        taken = _limited(growing, counts, limit)
+        for growth, count, wanted in zip(growing, taken, counts, strict=True):
+            # A log with gaps reaches further than its number of messages says.
+            last = growth.end if count == wanted else min(growth.end, growth.first + count)
             end.put(*growth.log, Place(growth.positions.incarnation, last))
         return _Plan(end, moves, sum(counts), taken != counts)
 
@@ -296,9 +297,21 @@ class LogSource:
             place = self._planned.place(topic, name)
             is_added = place is not None and place.incarnation == last.incarnation
             first = place.sequence if place is not None and is_added else status.positions.earliest
-            count = min(max(0, last.sequence - first), status.positions.messages)
+            count = self._count(topic, first, last, status.positions)
             rows, size = rows + count, size + int(count * status.positions.bytes_per_message)
         return Behind(size, rows)
+
+    def _count(self, topic: str, first: int, last: Place, positions: Positions) -> int:
+        """Messages from `first` to before `last`, at most. The manifest knows the gaps of its part."""
+        manifest = None
+        if positions.has_gaps:
+            manifest = self._archived.manifest(topic, last.incarnation, first)
+        archived = 0
+        if manifest is not None:
+            border = min(manifest.end, last.sequence)
+            archived = Gaps([*manifest.gaps]).count_messages(first, border)
+            first = max(first, border)
+        return min(archived + max(0, last.sequence - first), positions.messages)
 
     # tasks
 
@@ -322,6 +335,11 @@ class LogSource:
         if end.query:
             self._channels.settle((topic, name, first) for topic, name, first, _ in wanted)
         return ranges
+
+
+def _counts(growing: list[_Growth]) -> list[int]:
+    """Messages that each log has for the batch, at most."""
+    return [min(max(0, g.end - g.first), g.positions.messages) for g in growing]
 
 
 def _limited(growing: list[_Growth], counts: list[int], limit: Limit) -> list[int]:
