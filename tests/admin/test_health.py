@@ -251,3 +251,28 @@ def test_a_node_whose_copy_serves_has_not_left_with_its_messages() -> None:
     # Nobody else has them.
     old.replication = None
     assert kinds(polls) == {"left": Severity.CRITICAL}
+
+
+def archive(**fields: Any) -> dict[str, Any]:
+    counts = dict.fromkeys(("segments", "bytes", "waiting_segments", "waiting_bytes"), 0)
+    return {"enabled": True, "replaced": False, **counts, "oldest_waiting_age_s": 0.0, "error": "", **fields}
+
+
+def test_an_archive_that_fails_or_falls_behind_is_one_problem_of_its_node() -> None:
+    polls = Polls()
+    polls.poll(said(5, archive=archive(waiting_segments=1, waiting_bytes=1000, oldest_waiting_age_s=800.0)))
+    assert kinds(polls) == {}
+    waiting = {"waiting_segments": 3, "waiting_bytes": 3 * 10**8, "oldest_waiting_age_s": 7200.0}
+    polls.poll(said(5, archive=archive(**waiting)))
+    (problem,) = find_problems(polls.watch)
+    assert (problem.title, problem.topic, problem.severity) == ("archive falls behind", "t", Severity.WARNING)
+    assert problem.detail == "the oldest log file waits for 2 h; 300.0 MB wait on disk"
+    failing = said(5, archive=archive(**waiting, error="t: cannot be archived: no room"))
+    failing["topics"].append({**failing["topics"][0], "topic_name": "u"})
+    polls.poll(failing)
+    (problem,) = find_problems(polls.watch)
+    assert (problem.title, problem.topic, problem.node) == ("archive fails", "", "h1:4151")
+    assert problem.detail == "t: cannot be archived: no room; 600.0 MB wait on disk, of 2 topics"
+    # A node that answers nonsense, and one that does not answer.
+    polls.poll(said(5, archive=["on"]))
+    assert kinds(polls) == {}

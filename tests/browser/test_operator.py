@@ -13,6 +13,7 @@ import pytest
 from playwright.sync_api import ViewportSize, expect
 
 from tests.admin.support import AdminProcess, Cluster
+from tests.browser.conftest import POLL_S
 from tests.browser.test_pages import is_too_wide
 from tests.browser.visitor import Visitor
 from tests.support import TestBroker, unique_name, wait_until
@@ -262,6 +263,51 @@ def test_retention_is_shown_explained_and_changed(operator: Visitor, cluster: Cl
             "fsync",
         )
     assert is_too_wide(operator) == ""
+
+
+def test_the_archive_is_seen_changed_and_its_failure_needs_attention(
+    visit: Callable[..., Visitor], tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    flags = {"max_bytes_per_file": 100_000, "sync_timeout": 0.1, "checkpoint_interval": 0.1}
+    with Cluster(as_processes=True, archive=store.as_uri(), **flags) as cluster:
+        (nsqd,) = cluster.nsqds
+        cluster.add("clicks", "c")
+        for _ in range(30):
+            nsqd.publish("clicks", b"x" * 10_000)
+        visitor = visit(cluster.admin(poll_interval=POLL_S))
+        wait_until(lambda: nsqd.stats("clicks")["topics"][0]["archive"]["segments"] > 1)
+        for size in (DESK, PHONE):
+            visitor.page.set_viewport_size(size)
+            visitor.go("/topics/clicks")
+            visitor.sees("#archive-table", re.compile("works[0-9]+ files, .* KB20"))
+            visitor.sees("#archive-settings", "yes flag of nsqd")
+            visitor.find("#change-settings-open").click()
+            assert visitor.axe() == []
+            assert is_too_wide(visitor) == ""
+        visitor.find("#archive-age").fill("365d")
+        visitor.find("#archive-local").fill("10GB")
+        assert visitor.act("#settings-do") == "Settings changed. They apply from now on."
+        visitor.sees("#archive-settings", "365 d set here")
+        visitor.sees("#archive-settings", "10.0 GB set here")
+        visitor.find("#change-settings-open").click()
+        visitor.find("#archive-on").select_option("false")
+        assert visitor.act("#settings-do") == "Settings changed. They apply from now on."
+        visitor.sees("#archive-table", "off")
+        visitor.find("#change-settings-open").click()
+        visitor.find("#archive-on").select_option("true")
+        assert visitor.act("#settings-do") == "Settings changed. They apply from now on."
+        # The store is gone: a file is where its directory was.
+        store.rename(tmp_path / "away")
+        store.touch()
+        for _ in range(30):
+            nsqd.publish("clicks", b"x" * 10_000)
+        wait_until(lambda: nsqd.stats("clicks")["topics"][0]["archive"]["error"])
+        visitor.go("/")
+        visitor.sees("#problems", "archive fails")
+        visitor.sees("#problems", "cannot be archived")
+        assert visitor.axe() == []
+        visitor.page.goto("about:blank")
 
 
 def test_a_policy_is_seen_set_changed_and_removed(operator: Visitor, cluster: Cluster) -> None:

@@ -317,8 +317,8 @@ def test_unknown_objects_of_an_idle_topic_are_looked_for_once_an_hour(rig: Archi
     assert rig.store.calls == []
     rig.clock.advance(COLLECT_INTERVAL_S)
     rig.settle(30)
-    # The latest manifest, then segments and manifests.
-    assert rig.store.calls[:3] == ["list", "list", "list"]
+    # The latest manifest and the one behind it, then segments and manifests.
+    assert rig.store.calls[:4] == ["list", "get", "list", "list"]
     assert rig.store.calls.count("put_new") == 0
 
 

@@ -1,9 +1,10 @@
-"""nsparq settings of a channel: its order, on all nodes or on none."""
+"""nsparq settings: the archive of a topic, and the order of a channel, on all nodes or on none."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,26 @@ def ordered_by(broker: TestBroker, topic: str) -> str | None:
         "ordered_by"
     ]
     return found
+
+
+def test_the_archive_of_a_topic_is_set_and_shown(
+    nsparq: Run, broker: TestBroker, tmp_path: Path, topic: str
+) -> None:
+    with start_broker(archive=(tmp_path / "store").as_uri()) as archiving:
+        archiving.control("create", topic)
+        node = f"--nsqd-http-address={http(archiving)}"
+        assert b"  forever  " in nsparq("settings", topic, node).out
+        limits = ("--archive-retention-age=365d", "--archive-retention-bytes=1t", "--archive-local-bytes=10g")
+        done = nsparq("settings", topic, *limits, node)
+        assert (done.status, done.err) == (0, "")
+        assert b"for 365d00h, up to 1.0 TiB; on disk 10.0 GiB" in done.out
+        assert b"archive_retention_age, archive_retention_bytes, archive_local_bytes" in done.out
+        assert b"  off  " in nsparq("settings", topic, "--archive=off", node).out
+        back = [f"{limit.partition('=')[0]}=default" for limit in limits]
+        assert b"  forever  " in nsparq("settings", topic, "--archive=default", *back, node).out
+    broker.control("create", topic)
+    refused = nsparq("settings", topic, "--archive=on", f"--nsqd-http-address={http(broker)}")
+    assert refused.status == 1 and "--archive" in refused.err
 
 
 def test_an_order_is_set_shown_and_removed_on_all_nodes(

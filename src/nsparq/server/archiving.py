@@ -332,6 +332,7 @@ class Archiving:
             "enabled": isinstance(log, DiskLog) and log.settings.is_archived,
             "segments": len(archived),
             "bytes": sum(segment.size for segment in archived),
+            "first_ns": archived[0].first_ns if archived else None,
             "waiting_segments": len(waiting),
             "waiting_bytes": sum(segment.size for segment in waiting),
             "oldest_waiting_age_s": round(max(0.0, age_s), 3),

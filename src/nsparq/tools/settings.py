@@ -1,4 +1,4 @@
-"""`nsparq settings`: show and change a topic's retention and durability, and a channel's order."""
+"""`nsparq settings`: show and change a topic's retention, durability and archive, and a channel's order."""
 
 from __future__ import annotations
 
@@ -38,6 +38,16 @@ class SettingsFlags(SourceFlags):
     durability: str = opt(
         "", "what nsqd waits for before it answers OK", choice("memory", "os", "fsync", DEFAULT, empty="")
     )
+    archive: str = opt(
+        "", "whether nsqd sends complete log files to its `--archive`", choice("on", "off", DEFAULT, empty="")
+    )
+    archive_retention_age: str = opt(
+        "", "how long the archive keeps finished messages, such as `365d`; `0s`: forever", STRING
+    )
+    archive_retention_bytes: str = opt("", "how many bytes of them at most, such as `1t`", STRING)
+    archive_local_bytes: str = opt(
+        "", "how much of the topic stays on disk although channels need it; `0`: all of it", STRING
+    )
     ordered_by: str = opt(
         "",
         "where the key of a message is: a JSON pointer such as `/customer/id`, or `header:` and a name; "
@@ -60,6 +70,10 @@ class SettingsFlags(SourceFlags):
             "retention_age": parse_age,
             "retention_bytes": _bytes,
             "durability": str,
+            "archive": lambda text: text == "on",
+            "archive_retention_age": parse_age,
+            "archive_retention_bytes": _bytes,
+            "archive_local_bytes": _bytes,
         }
         found: dict[str, Any] = {}
         for name, parse in parsers.items():
@@ -115,6 +129,7 @@ refuses it, none changes. `nsparq policy` sets the delivery policy of a topic or
         "nsparq settings orders",
         "nsparq settings orders --retention-age=7d --retention-bytes=10g",
         "nsparq settings orders --durability=default",
+        "nsparq settings orders --archive-retention-age=365d --archive-local-bytes=10g",
         "nsparq settings orders billing --ordered-by=/customer/id",
         "nsparq settings orders billing --ordered-by=none",
     ),
@@ -131,10 +146,24 @@ def _kept(effective: Mapping[str, Any]) -> str:
     return ", ".join(parts) or "not kept"
 
 
+def _archived(effective: Mapping[str, Any]) -> str:
+    """What the archive keeps, in words."""
+    if not effective.get("archive"):
+        return "off"
+    limits = (
+        ("for", effective["archive_retention_age"], age),
+        ("up to", effective["archive_retention_bytes"], size),
+    )
+    kept = ", ".join(f"{word} {show(value)}" for word, value, show in limits if value) or "forever"
+    local = effective["archive_local_bytes"]
+    return f"{kept}; on disk {size(local)}" if local else kept
+
+
 COLUMNS: Final = (
     Column("node", "NODE", left=True),
     Column("effective", "FINISHED MESSAGES", _kept, left=True),
     Column("durability", "DURABILITY", left=True),
+    Column("archive", "ARCHIVE", _archived, left=True),
     Column("own", "SET FOR THIS TOPIC", lambda names: ", ".join(names) or "nothing", left=True),
     Column("oldest", "OLDEST MESSAGE", lambda ns: moment(ns) if ns else "none"),
     Column("bytes", "ON DISK", size),
@@ -174,6 +203,7 @@ def _settings_of_topic(source: Source, options: SettingsFlags) -> int:
             {
                 **row,
                 "durability": row["effective"]["durability"],
+                "archive": row["effective"],
                 "own": [name for name in row["effective"] if row[name] is not None],
             }
             for row in rows

@@ -1,4 +1,4 @@
-"""A topic's own retention and durability, on all nodes that have it. Needs nsparq's own nsqd."""
+"""A topic's own retention, durability and archive, on all nodes that have it. Needs nsparq's own nsqd."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ __all__ = [
 
 FEATURE: Final = "/topic/settings"
 DURABILITIES: Final = ("os", "fsync", "memory")
-NAMES: Final[tuple[str, ...]] = ("retention_age", "retention_bytes", "durability")
+AGES: Final = ("retention_age", "archive_retention_age")
+SIZES: Final = ("retention_bytes", "archive_retention_bytes", "archive_local_bytes")
+NAMES: Final[tuple[str, ...]] = (*AGES, *SIZES, "durability", "archive")
 _DAYS: Final = re.compile(r"([0-9]{1,6})\s*d(ays?)?")
 _SIZE: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]+)?)\s*([kKMGT]?)i?B?")
 _POWER: Final = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -51,6 +53,8 @@ class NodeSettings:
     retention_age_s: float
     retention_bytes: int
     durability: str
+    archive: Mapping[str, Any]
+    """Its settings of the archive by name; empty if the node has none."""
     own: frozenset[str]
     """Settings that the topic has itself. The node's flags decide the others."""
     messages: int = 0
@@ -68,6 +72,7 @@ class NodeSettings:
             "retention_age": self.retention_age_s,
             "retention_bytes": self.retention_bytes,
             "durability": self.durability,
+            **self.archive,
             "own": sorted(self.own),
             "messages": self.messages,
             "bytes": self.size,
@@ -123,12 +128,16 @@ def parse_setting(name: str, value: str) -> Any:
     wanted = value.strip()
     if not wanted:
         return None
-    if name == "retention_age":
+    if name in AGES:
         return parse_age(wanted)
-    if name == "retention_bytes":
+    if name in SIZES:
         if size := _SIZE.fullmatch(wanted):
             return round(float(size[1]) * 1000 ** _POWER[size[2]])
         raise BadSetting(f"{wanted!r} is not a size; enter one such as 10GB or 500MB, or 0")
+    if name == "archive":
+        if wanted in ("true", "false"):
+            return wanted == "true"
+        raise BadSetting(f"archive is true or false, not {wanted!r}")
     if wanted not in DURABILITIES:
         raise BadSetting(f"durability is one of {', '.join(DURABILITIES)}, not {wanted!r}")
     return wanted
@@ -156,12 +165,24 @@ def _settings_of(address: str, answer: Any, places: Any) -> NodeSettings:
         real(applied, "retention_age") or 0.0,
         number(applied, "retention_bytes"),
         text(applied, "durability"),
+        _archive(applied),
         frozenset(name for name in NAMES if fields.get(name) is not None),
         number(log, "messages"),
         number(log, "bytes"),
         number(log, "first_timestamp"),
         number(log, "last_timestamp"),
     )
+
+
+def _archive(applied: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(applied.get("archive"), bool):
+        return {}
+    return {
+        "archive": applied["archive"],
+        "archive_retention_age": real(applied, "archive_retention_age") or 0.0,
+        "archive_retention_bytes": number(applied, "archive_retention_bytes"),
+        "archive_local_bytes": number(applied, "archive_local_bytes"),
+    }
 
 
 def error_reason(error: Exception) -> str:

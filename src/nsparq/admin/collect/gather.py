@@ -18,7 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nsparq.admin.collect.history import Places, Table
-from nsparq.admin.collect.merge import MAX_NUMBER, OLDEST_AGE, NodeStats, number, objects, real, text
+from nsparq.admin.collect.merge import (
+    MAX_NUMBER,
+    OLDEST_AGE,
+    NodeStats,
+    archive_of,
+    number,
+    objects,
+    real,
+    text,
+)
 
 __all__ = ["CHANNEL", "CLIENT", "NODE", "TOPIC", "TOTAL", "Gatherer", "Parts"]
 
@@ -94,6 +103,8 @@ class Parts:
     clients: dict[Key, tuple[float, float]] = field(default_factory=dict)
     client_names: dict[Key, tuple[str, ...]] = field(default_factory=dict)
     """The CLIENT_NAMES of each client, for the search."""
+    archives: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By topic, archives with log files that are not there yet, or with an error."""
     client_count: int = 0
     held: float = 0.0
     """Unfinished messages: those of the topics and of all channels."""
@@ -194,6 +205,9 @@ class Gatherer:
         for key, one in zip(names, entries, strict=True):
             if one.get("paused") is True:
                 self.paused.add(key)
+            archive = archive_of(one)
+            if archive is not None and (archive["waiting_segments"] or archive["error"]):
+                parts.archives[key[0]] = archive
             if gone := number(one, "corrupt_messages") + number(one, "dropped_count"):
                 self.lost[key] = self.lost.get(key, 0) + gone
         return np.concatenate([fields[:, :1], arrived], axis=1)

@@ -14,6 +14,7 @@ from nsparq.addresses import join_address
 __all__ = [
     "Node",
     "NodeStats",
+    "archive_of",
     "channel_total",
     "mark_out_of_date",
     "node_topic",
@@ -43,6 +44,7 @@ LAG: Final = (OLDEST_AGE, "drain_rate", "drain_time_s")
 OWN_COUNTS: Final = ("dead_letter_count", "expired_count", "parked_count")
 """Messages that a delivery policy gave up, and those that wait for their keys. Unknown for NSQ's own
 nsqds."""
+ARCHIVE_COUNTS: Final = ("segments", "bytes", "waiting_segments", "waiting_bytes")
 CLIENT_TEXTS: Final = ("remote_address", "version", "client_id", "hostname", "user_agent")
 CLIENT_NUMBERS: Final = (
     "in_flight_count",
@@ -208,6 +210,21 @@ def node_topic(
         "channels": channels,
         "paused": flag(fields, "paused"),
         "e2e_processing_latency": _node_latency(fields),
+        **({"archive": archive} if (archive := archive_of(fields)) else {}),
+    }
+
+
+def archive_of(topic: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What an nsqd says of the archive of a topic. None without an archive."""
+    found = topic.get("archive")
+    if not isinstance(found, dict):
+        return None
+    return {
+        **{name: flag(found, name) for name in ("enabled", "replaced")},
+        **{name: number(found, name) for name in ARCHIVE_COUNTS},
+        "first_ns": number(found, "first_ns") or None,
+        "oldest_waiting_age_s": real(found, "oldest_waiting_age_s") or 0.0,
+        "error": text(found, "error"),
     }
 
 

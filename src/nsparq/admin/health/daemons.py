@@ -25,11 +25,15 @@ STEADY: Final = 0.9
 """A forecast needs this much history, and a correlation of free space and time of at least STEADY:
 a disk that fills and is cleaned again has none."""
 
+ARCHIVE_BEHIND_S: Final = 900.0
+"""Age of a complete log file that should be in the archive."""
+
 
 def daemon_problems(watch: Watch) -> Iterator[Problem]:
     yield from _lookups(watch)
     yield from _nodes(watch)
     yield from _disks(watch)
+    yield from _archives(watch)
 
 
 def _lookups(watch: Watch) -> Iterator[Problem]:
@@ -143,6 +147,41 @@ def _left(address: str, state: NodeState, ago_s: float) -> Problem:
 
 
 # Disks
+
+
+def _archives(watch: Watch) -> Iterator[Problem]:
+    """One entry for each node, and kind of trouble: a store that is away concerns all its topics."""
+    for address, state in watch.nodes.items():
+        if state.error:
+            continue
+        found = state.parts.archives
+        failing = {name: one for name, one in found.items() if one["error"]}
+        behind = {
+            name: one
+            for name, one in found.items()
+            if name not in failing and one["oldest_waiting_age_s"] > ARCHIVE_BEHIND_S
+        }
+        if failing:
+            name, worst = max(failing.items(), key=lambda item: item[1]["oldest_waiting_age_s"])
+            hint = "Messages are safe on the node, and its disk fills until the store takes them again."
+            if worst["replaced"]:
+                hint = "Another nsqd has taken over this log. Stop the one that is not needed, or restart it."
+            yield _about_archive("archive fails", worst["error"], hint, address, name, failing)
+        if behind:
+            name, worst = max(behind.items(), key=lambda item: item[1]["oldest_waiting_age_s"])
+            hint = "The store, or --archive-bandwidth, is slower than publishing. The node's disk fills."
+            since = f"the oldest log file waits for {duration(worst['oldest_waiting_age_s'])}"
+            yield _about_archive("archive falls behind", since, hint, address, name, behind)
+
+
+def _about_archive(
+    title: str, detail: str, hint: str, node: str, topic: str, found: Mapping[str, Mapping[str, Any]]
+) -> Problem:
+    waiting = sum(one["waiting_bytes"] for one in found.values())
+    others = f", of {len(found):,} topics" if len(found) > 1 else ""
+    text = f"{detail}; {size(waiting)} wait on disk{others}"
+    name = topic if len(found) == 1 else ""
+    return Problem("archive", Severity.WARNING, title, text, hint, topic=name, node=node, weight=waiting)
 
 
 def _disks(watch: Watch) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ FIRST: Final = (
     "lookupd",
     "not registered",
     "disk",
+    "archive",
     "pipeline",
 )
 """Kinds that come before others of the same severity, in this order: they are the cause of much

@@ -54,7 +54,7 @@ _ARCHIVE: Final = obj(
     fields(BOOLEAN, "enabled", "replaced")
     | fields(COUNT, "segments", "bytes", "waiting_segments", "waiting_bytes")
     | {"oldest_waiting_age_s": {"type": "number"}, "error": TEXT}
-    | {"missing_after_ns": {"type": ["integer", "null"]}}
+    | fields({"type": ["integer", "null"]}, "first_ns", "missing_after_ns")
 )
 _TOPIC: Final = obj(
     fields(COUNT, "depth", "backend_depth", "message_count", "message_bytes", "dropped_count")
@@ -134,8 +134,9 @@ class StatsApi:
         "`drain_time_s` the time until nothing waits at that rate. They are 0 if nothing waits and null if "
         "unknown; `drain_time_s` is also null if the rate is not positive. "
         "[Exact definitions](../how-to/monitoring.md#lag-as-time). `warnings` are errors that keep nobody "
-        "from publishing. `archive` of a topic is null without `--archive`; its `missing_after_ns` is the "
-        "publish time of the last message that a start with `--restore` brought back, else null.",
+        "from publishing. `archive` of a topic is null without `--archive`; its `first_ns` is the publish "
+        "time of the oldest archived message, and `missing_after_ns` that of the last message that a start "
+        "with `--restore` brought back, else null.",
         params=(
             Param(name="format", help="`json`; any other value gives text"),
             Param(name="topic", help="only this topic"),

@@ -1,5 +1,5 @@
-"""A topic's retention and durability, delivery policies, and the order of channels. change/settings.py
-and change/policies.py do the work."""
+"""A topic's retention, durability and archive, delivery policies, and the order of channels.
+change/settings.py and change/policies.py do the work."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _POLICY_HELP: Final = (
 class Settings(Handlers):
     @look(
         "/api/settings/{topic}",
-        "A topic's retention and durability on each node, and how far back its log reaches.",
+        "A topic's retention, durability and archive on each node, and how far back its log reaches.",
         group=GROUP,
         success="`nodes`; `own` names the settings that are the topic's own",
         errors=NOT_THERE,
@@ -54,11 +54,11 @@ class Settings(Handlers):
     @change(
         "PUT",
         "/api/settings/{topic}",
-        "Change a topic's retention and durability on all nodes that have it.",
-        {"retention_age": TEXT, "retention_bytes": TEXT, "durability": TEXT},
+        "Change a topic's retention, durability and archive on all nodes that have it.",
+        dict.fromkeys(NAMES, TEXT),
         group=GROUP,
-        details="`retention_age` such as `7d` or `24h`, `retention_bytes` such as `10GB`, `durability` `os`, "
-        "`fsync` or `memory`. An empty text restores the node's flag.",
+        details="Ages such as `7d` or `24h`, sizes such as `10GB`, `durability` `os`, `fsync` or `memory`, "
+        "`archive` `true` or `false`. An empty text restores the node's flag.",
         errors=(FORBIDDEN, (400, "INVALID_SETTINGS"), (409, "…"), (501, "NOT_SUPPORTED"), *NOT_THERE),
     )
     async def change_settings(self, request: Request) -> Result:
