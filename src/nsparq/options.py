@@ -296,6 +296,19 @@ class NsqdOptions:
         INT,
         bound="positive",
     )
+    archive_collect_interval: float = opt(
+        3600.0,
+        "how often nsqd looks for objects of a topic's archive that nobody needs; manifests that were "
+        "replaced longer ago than this are removed",
+        DURATION,
+        bound="positive",
+    )
+    archive_unknown_age: float = opt(
+        86400.0,
+        "how old an object must be before it is removed because no manifest names it",
+        DURATION,
+        bound="positive",
+    )
 
     replication_cluster: str = opt(
         "",

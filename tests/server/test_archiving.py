@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from nsparq.archive.topic_archive import UNKNOWN_S
+from nsparq.archive.topic_archive import REPLACED_S, UNKNOWN_S
 from nsparq.broker.stats import broker_stats
 from nsparq.errors import StartError
-from nsparq.server.archiving import COLLECT_INTERVAL_S
 from nsparq.storage.raw_batch import iter_batches
 from nsparq.storage.segment_list import ARCHIVE_FILE, READ_AHEAD
 from tests.archive.rig import ArchiveRig, FaultyStore, Killed, numbers
@@ -301,7 +301,7 @@ def test_archive_retention_removes_what_no_channel_needs(tmp_path: Path, store: 
     consume(rig, 100)
     rig.settle()
     assert 30 < rig.topic().positions().messages < 60
-    rig.clock.advance(UNKNOWN_S + COLLECT_INTERVAL_S)
+    rig.clock.advance(UNKNOWN_S + REPLACED_S)
     rig.fill(1, start=100)
     rig.settle()
     kept = [segment for segment in rig.log.segments if segment.entry is not None]
@@ -315,11 +315,27 @@ def test_unknown_objects_of_an_idle_topic_are_looked_for_once_an_hour(rig: Archi
     rig.store.calls.clear()
     rig.settle(10)
     assert rig.store.calls == []
-    rig.clock.advance(COLLECT_INTERVAL_S)
+    rig.clock.advance(REPLACED_S)
     rig.settle(30)
     # The latest manifest and the one behind it, then segments and manifests.
     assert rig.store.calls[:4] == ["list", "get", "list", "list"]
     assert rig.store.calls.count("put_new") == 0
+
+
+def test_unknown_objects_go_also_if_nobody_publishes_after_a_restart(tmp_path: Path, rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.fill(30)
+    (kept, *_) = rig.objects(".log")
+    stray = tmp_path / "store" / Path(kept).parent / "1-2-00000000.log"
+    stray.write_bytes(b"an upload that no commit followed")
+    os.utime(stray, (0, 0))
+    rig.restart()
+    rig.settle(10)
+    assert stray.exists()
+    rig.clock.advance(REPLACED_S)
+    rig.settle(30)
+    assert not stray.exists() and kept in rig.objects(".log")
+    assert sorted(consume(rig, 30)) == [*range(30)]
 
 
 def test_the_first_nsqd_notices_that_it_was_replaced(tmp_path: Path, rig: ArchiveRig) -> None:

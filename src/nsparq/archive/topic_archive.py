@@ -34,10 +34,8 @@ from nsparq.storage.segment import Segment
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_S: Final = 24 * 3600
-"""Age at which a segment that no manifest names is removed."""
-REPLACED_S: Final = 3600
-"""Age at which a manifest that was replaced by a later one is removed."""
+UNKNOWN_S: Final = 24 * 3600.0
+REPLACED_S: Final = 3600.0
 
 _COMMIT_ATTEMPTS: Final = 10
 
@@ -119,9 +117,12 @@ class TopicArchive:
         writer: str,
         node: int = 0,
         wall_ns: Callable[[], int] = time.time_ns,
+        unknown_s: float = UNKNOWN_S,
+        replaced_s: float = REPLACED_S,
     ) -> None:
         """`known` is the last manifest that this log has seen, perhaps an empty one. `writer` names
-        the run of nsqd."""
+        the run of nsqd. `unknown_s` is the age at which a segment that no manifest names is removed,
+        `replaced_s` that of a manifest that a later one has replaced."""
         self.manifest = known
         self.is_replaced = False
         """Whether another nsqd has taken over."""
@@ -130,7 +131,8 @@ class TopicArchive:
         self._writer = writer
         self._node = node
         self._wall_ns = wall_ns
-        self._is_owner = False
+        self._unknown_s, self._replaced_s = unknown_s, replaced_s
+        self.is_owner = False
         """Whether this run has committed a manifest."""
 
     # uploading
@@ -159,7 +161,7 @@ class TopicArchive:
     ) -> Manifest:
         """Commit a manifest with these changes. Raises Replaced."""
         for _ in range(_COMMIT_ATTEMPTS):
-            if not self._is_owner:
+            if not self.is_owner:
                 self.refresh()
             wanted = replace(
                 self.manifest.changed(add, drop),
@@ -173,7 +175,7 @@ class TopicArchive:
             )
             if self._put(wanted) and self._latest_after(wanted.number) == wanted.number:
                 self.manifest = wanted
-                self._is_owner = True
+                self.is_owner = True
                 return wanted
             self.refresh()
             self._check_owner()
@@ -213,7 +215,7 @@ class TopicArchive:
         self.manifest = latest
 
     def _check_owner(self) -> None:
-        if self._is_owner and self.manifest.writer != self._writer:
+        if self.is_owner and self.manifest.writer != self._writer:
             self.is_replaced = True
             raise Replaced(f"{self._place}: another nsqd, or another run of this one, archives this log")
 
@@ -221,7 +223,7 @@ class TopicArchive:
 
     def collect(self, now_s: float) -> list[str]:
         """Remove objects that no manifest names, once they are old enough. Gives their keys."""
-        if not self._is_owner:
+        if not self.is_owner:
             return []
         self.refresh()
         self._check_owner()
@@ -230,12 +232,12 @@ class TopicArchive:
         unknown = [
             found.key
             for found in self._store.list(segment_prefix(place))
-            if found.key not in named and found.modified_s < now_s - UNKNOWN_S
+            if found.key not in named and found.modified_s < now_s - self._unknown_s
         ]
         unknown += [
             found.key
             for found in self._store.list(manifest_prefix(place))
-            if number_of(found.key) < latest.number and found.modified_s < now_s - REPLACED_S
+            if number_of(found.key) < latest.number and found.modified_s < now_s - self._replaced_s
         ]
         self._store.delete(unknown)
         if unknown:

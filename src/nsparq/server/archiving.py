@@ -14,6 +14,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -41,8 +42,6 @@ SEGMENTS_AT_ONCE: Final = 4
 FETCH_THREADS: Final = 4
 FIRST_BACKOFF_S: Final = 1.0
 MAX_BACKOFF_S: Final = 60.0
-COLLECT_INTERVAL_S: Final = 3600.0
-"""Time between two searches for objects that no manifest names."""
 CACHE_DIRECTORY: Final = "archive-cache"
 
 
@@ -68,7 +67,9 @@ class Upload:
     def run(self) -> None:
         try:
             entries = [self.archive.upload(one, self.pace) for one in self.sealed]
-            if entries or self.expired:
+            # Only the owner of the archive may remove objects, and a commit makes this run the owner.
+            claims = self.collects_at_s is not None and not self.archive.is_owner
+            if entries or self.expired or claims:
                 manifest = self.archive.commit(
                     entries, self.expired, gaps=self.gaps, channels=self.channels, settings=self.settings
                 )
@@ -186,7 +187,10 @@ class Archiving:
         archive = self._archives.get(topic)
         if archive is not None and archive.is_replaced:
             return
-        is_due = now_s >= self._collect_at.get(topic, now_s + 1)
+        if topic not in self._collect_at and any(segment.entry is not None for segment in log.segments):
+            # Nobody may publish to it in this run, and an earlier one may have left unknown objects.
+            self._collect_at[topic] = now_s + self._options.archive_collect_interval
+        is_due = now_s >= self._collect_at.get(topic, inf)
         if log.segments.expired or is_due or log.segments.unarchived(log.committed):
             self._waiting.setdefault(topic)
         if self._waiting:
@@ -225,9 +229,11 @@ class Archiving:
                 writer=self._writer,
                 node=self._options.node_id,
                 wall_ns=self._broker.wall_ns,
+                unknown_s=self._options.archive_unknown_age,
+                replaced_s=self._options.archive_collect_interval,
             )
             self._archives[topic] = archive
-            self._collect_at[topic] = now_s + COLLECT_INTERVAL_S
+            self._collect_at.setdefault(topic, now_s + self._options.archive_collect_interval)
         is_due = now_s >= self._collect_at[topic]
         sealed = [Sealed.of(one) for one in log.segments.unarchived(log.committed)[:SEGMENTS_AT_ONCE]]
         expired, log.segments.expired = log.segments.expired, []
@@ -275,7 +281,7 @@ class Archiving:
         else:
             self._backoff_s = FIRST_BACKOFF_S
             if upload.collects_at_s is not None:
-                self._collect_at[topic] = now_s + COLLECT_INTERVAL_S
+                self._collect_at[topic] = now_s + self._options.archive_collect_interval
         if not topic.is_exiting:
             text = None if error is None else f"{topic}: cannot be archived: {error}"
             self._broker.health.warn(text, f"archive {topic}")
