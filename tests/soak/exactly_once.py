@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +50,7 @@ from tests.soak.support import (
     kill,
     read_log,
 )
-from tests.support import BrokerProcess, ConnectionClosed, wait_until
+from tests.support import ConnectionClosed, wait_until
 from tests.support.spark import FAST
 from tests.support.spark_cluster import SparkCluster
 
@@ -97,6 +98,11 @@ class Options:
 
 
 Say = Callable[[str], None]
+
+
+class Killable(Protocol):
+    def kill(self) -> None: ...
+    def start(self) -> None: ...
 
 
 class Run:
@@ -186,7 +192,12 @@ class Run:
             "max_rows": self.options.max_rows,
             "failures": str(self.failures),
         }
+        arguments |= self._keys()
         return Supervised(self.directory, "tests.soak.exactly_once_driver", arguments, run=self.name)
+
+    def _keys(self) -> dict[str, str]:
+        """More arguments of the driver."""
+        return {}
 
     def _publishers(self) -> list[Publisher]:
         addresses = [[str(node.flags["http_address"])] for node in self.cluster.nodes]
@@ -274,7 +285,7 @@ class Run:
             self.report.kills[victim] += 1
         return done
 
-    def _kill_daemon(self, daemon: BrokerProcess) -> bool:
+    def _kill_daemon(self, daemon: Killable) -> bool:
         daemon.kill()
         short, long = self.options.outages_s
         outage = (

@@ -27,13 +27,14 @@ from nsparq.pipeline.write.file_sink import FORMAT
 from nsparq.spark.session.build import build_session, register
 from tests.soak.exactly_once_publisher import DIGITS
 
-SINKS = ("parquet", "delta", "topic", "archive", "delta-upsert", "jdbc", "jdbc-upsert")
+SINKS = ("parquet", "delta", "topic", "archive", "table", "delta-upsert", "jdbc", "jdbc-upsert")
 NUMBER = f"cast(substring(cast(body as string), 1, {DIGITS}) as long) number"
 
 
 TIMES = "times"
 """How often an upsert has counted a number."""
 PIPELINES = {
+    "table": 'delta = "{result}/table"',
     "delta-upsert": 'delta = "{result}/table", key = ["number"]',
     "jdbc": 'jdbc = "{url}", table = "numbers", batch_column = "batch"',
     "jdbc-upsert": 'jdbc = "{url}", table = "numbers", key = ["number"]',
@@ -45,11 +46,11 @@ nsqlookupd = ["{lookupd}"]
 [run]
 checkpoint = "{result}"
 [pipeline.{name}]
-source = {{ topic = "{topic}", channel = "{channel}", max_rows_per_trigger = {max_rows} }}
+source = {{ topic = "{topic}", channel = "{channel}", max_rows_per_trigger = {max_rows}{source} }}
 sql = "SELECT {columns} FROM input{grouping}"
-output_mode = "update"
+output_mode = "{mode}"
 trigger = "500ms"
-sink = {{ {sink} }}
+sink = {{ {sink}{more} }}
 """
 
 
@@ -77,6 +78,10 @@ class Arguments:
     max_rows: int
     failures: str
     """A file: each failure of a query is a line of it."""
+    source: str = ""
+    """More keys of a pipeline's source, as TOML that begins with a comma."""
+    table: str = ""
+    """The same of the sink `table`."""
 
 
 class Program:
@@ -97,7 +102,7 @@ class Program:
         if not self._is_over.is_set():
             raise SystemExit("a query cannot be started")
         for sink in sinks:
-            if sink.kind == "delta-upsert":
+            if sink.kind in ("table", "delta-upsert"):
                 save(deltalake.DeltaTable(f"{sink.result}/table").to_pyarrow_table(), Path(sink.numbers))
             elif sink.kind in PIPELINES:
                 save(spark.read.jdbc(database(sink), "numbers").toArrow(), Path(sink.numbers))
@@ -178,7 +183,10 @@ class Program:
             max_rows=arguments.max_rows,
             columns=f"{NUMBER}, " + (f"count(*) AS {TIMES}" if is_upsert else "_node node, _offset `offset`"),
             grouping=" GROUP BY 1" if is_upsert else "",
+            mode="append" if sink.kind == "table" else "update",
+            source=arguments.source,
             sink=PIPELINES[sink.kind].format(result=sink.result, url=database(sink)),
+            more=arguments.table if sink.kind == "table" else "",
         )
         self._run(spark, sink, text, Path(sink.result) / "pipeline.toml")
 

@@ -6,10 +6,13 @@ with S3Front(endpoint) as front:      endpoint: http://host:port of the server
     front.refuse_puts(507, "XMinioStorageFull")
     front.freeze_lists("bucket")      lists show the objects of this moment, whatever happens after it
     front.heal()
+
+python -m tests.support.s3_front PORT ENDPOINT: the same in a process of its own, which can be killed.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from http.client import HTTPConnection
@@ -38,7 +41,7 @@ WRITES = {"PutObject", "UploadPart", "CreateMultipartUpload", "CompleteMultipart
 
 
 class S3Front:
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, port: int = 0) -> None:
         self._target = urlsplit(endpoint).netloc
         self._refusal: tuple[int, str] | None = None
         self._frozen: dict[str, bytes] | None = None
@@ -68,9 +71,12 @@ class S3Front:
             def log_message(self, format: str, *arguments: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def serve(self) -> None:
+        self._server.serve_forever()
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
@@ -142,3 +148,7 @@ class S3Front:
             return answer.status, kept, answer.read()
         finally:
             connection.close()
+
+
+if __name__ == "__main__":
+    S3Front(sys.argv[2], int(sys.argv[1])).serve()
