@@ -1,4 +1,4 @@
-"""The ready-made pipelines as commands: archive, compact, replay and stats."""
+"""The ready-made pipelines as commands: archive, table, compact, replay and stats."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from nsparq.errors import StartError
+from nsparq.flags import format_duration, parse_duration
 from nsparq.pipeline.file import ready_made
+from nsparq.pipeline.file.keys import is_local
 from nsparq.pipeline.file.nsq_options import DEFAULT_NSQD
 from nsparq.pipeline.file.reading import parse
+from nsparq.pipeline.file.sinks import MIN_RETENTION_S
 from nsparq.pipeline.file.spec import SpecError
 from nsparq.tools.output import text_table
 from nsparq.tools.pipeline_common import (
@@ -43,6 +46,23 @@ Started again with the same directory, it continues. Columns: body, node, offset
 
   nsparq pipeline archive --topic-pattern='.*' --output-dir=archive --lookupd-http-address=127.0.0.1:4161
   nsparq pipeline archive --topic=orders --output-dir=archive --available-now
+"""
+TABLE: Final = """\
+Keeps topics as a Delta table, each message exactly once, until it is stopped. Started again with the same
+table, it continues. Columns: topic, node, offset, timestamp, id, body, headers, date; or with --schema those
+of JSON messages, and the others with a leading _. Small files are joined, and old versions removed, in the
+background.
+
+  nsparq pipeline table --topic=orders tables/orders
+  nsparq pipeline table --topic=orders --schema='number BIGINT, price DOUBLE' --dead-letters=orders.dead \\
+      --checkpoint=checkpoints/orders s3://lake/orders
+"""
+COMPACT: Final = """\
+Joins the small files of an archive, of a Parquet sink or of a Delta table. With --retention it removes
+versions of the Delta table that are older, and files that no version needs.
+
+  nsparq pipeline compact archive
+  nsparq pipeline compact s3://lake/orders --retention=168h
 """
 REPLAY: Final = """\
 Publishes messages again, in the original order.
@@ -88,8 +108,46 @@ def add_commands(commands: Any) -> None:
     command.add_argument("--show", action="store_true", help="print the pipeline file and end")
     add_running(command)
 
-    command = add("compact", compact, "join the small files of an archive or of a Parquet sink", "")
-    command.add_argument("directory", type=Path)
+    command = add("table", table, "keep topics as a Delta table", TABLE)
+    _add_topics(command)
+    command.add_argument("table", metavar="TABLE", help="a directory, or s3://…, gs://…, az://…, abfss://…")
+    command.add_argument(
+        "--schema",
+        default="",
+        help="columns of JSON messages, as in CREATE TABLE; default: messages unchanged",
+    )
+    command.add_argument(
+        "--dead-letters", default="", metavar="TOPIC", help="with --schema: for messages that do not decode"
+    )
+    command.add_argument(
+        "--partition-by", default="date", metavar="COLUMNS", help="separated by commas (%(default)s)"
+    )
+    command.add_argument(
+        "--checkpoint", default="", metavar="DIR", help="default: _nsparq/checkpoint in the table"
+    )
+    command.add_argument("--interval", default="5s", help="how often to commit (%(default)s)")
+    command.add_argument("--available-now", action="store_true", help="read the existing messages and end")
+    command.add_argument(
+        "--compact", type=int, default=16, metavar="N", help="join N similar files; 0: never (%(default)s)"
+    )
+    command.add_argument(
+        "--retention", default="168h", help="how long to keep old versions; 0: for ever (%(default)s)"
+    )
+    command.add_argument("--channel", default="table", help="%(default)s")
+    command.add_argument("--show", action="store_true", help="print the pipeline file and end")
+    add_running(command)
+
+    command = add(
+        "compact", compact, "join the small files of an archive, a Parquet sink or a Delta table", COMPACT
+    )
+    command.add_argument("directory", metavar="DIR", help="or the URL of a Delta table")
+    command.add_argument(
+        "--retention",
+        type=parse_duration,
+        default=0.0,
+        metavar="DURATION",
+        help="remove older versions of a Delta table, and unused files",
+    )
 
     command = add("replay", replay, "publish messages again, from an archive or a topic", REPLAY)
     command.add_argument("--from-dir", type=Path, metavar="DIR", help="Parquet files of an archive")
@@ -145,7 +203,7 @@ def _topics(arguments: argparse.Namespace) -> ready_made.Topics:
     )
 
 
-# archive and compact
+# archive, table and compact
 
 
 def archive(arguments: argparse.Namespace) -> int:
@@ -163,16 +221,62 @@ def archive(arguments: argparse.Namespace) -> int:
     return run_file(parse(text, output / "archive.toml"), arguments)
 
 
+def table(arguments: argparse.Namespace) -> int:
+    uri: str = arguments.table
+    if is_local(uri):
+        uri = os.path.abspath(uri)
+    checkpoint = arguments.checkpoint or f"{uri}/_nsparq/checkpoint"
+    text = ready_made.table(
+        _topics(arguments),
+        uri,
+        os.path.abspath(checkpoint) if is_local(checkpoint) else checkpoint,
+        schema=arguments.schema,
+        dead_letters=arguments.dead_letters,
+        partition_by=[name for name in arguments.partition_by.split(",") if name],
+        trigger="available-now" if arguments.available_now else arguments.interval,
+        compact=arguments.compact,
+        retention="" if arguments.retention == "0" else arguments.retention,
+        channel=arguments.channel,
+    )
+    if arguments.show:
+        sys.stdout.write(text)
+        return OK
+    return run_file(parse(text, "table.toml"), arguments)
+
+
 def compact(arguments: argparse.Namespace) -> int:
+    given: str = arguments.directory
+    if not is_local(given) or os.path.isdir(os.path.join(given, "_delta_log")):
+        return _compact_delta(given, arguments.retention)
     from nsparq.pipeline.write.compact import compact
     from nsparq.pipeline.write.parquet_table import ParquetDirectory
 
-    if not arguments.directory.is_dir():
-        raise StartError(f"{arguments.directory} is not a directory")
-    joined = compact(ParquetDirectory(arguments.directory))
-    files = sum(one.files for one in joined)
-    print(f"{files} files became {len(joined)}" if joined else "there are no files to join")
+    if not os.path.isdir(given):
+        raise StartError(f"{given} is not a directory")
+    if arguments.retention:
+        raise StartError(f"--retention: {given} is not a Delta table, so it has no old versions")
+    joined = compact(ParquetDirectory(given))
+    _print_joined(sum(one.files for one in joined), len(joined))
     return OK
+
+
+def _compact_delta(uri: str, retention: float) -> int:
+    from nsparq.pipeline.write import delta_upkeep
+
+    tended = delta_upkeep.Tended(uri, fan_in=1, retention=retention)
+    if tended.open() is None:
+        raise StartError(f"{uri} is not a Delta table")
+    if retention and retention < MIN_RETENTION_S:
+        raise StartError(f"--retention must be at least {format_duration(MIN_RETENTION_S)}")
+    joined = [*delta_upkeep.compact(tended)]
+    _print_joined(sum(files for files, _ in joined), len(joined))
+    if retention:
+        print(f"{delta_upkeep.expire(tended)} unused files were removed")
+    return OK
+
+
+def _print_joined(before: int, after: int) -> None:
+    print(f"{before} files became {after}" if after else "there are no files to join")
 
 
 # stats

@@ -78,7 +78,11 @@ def layout(text: str, path: Path | str = "p.toml") -> Layout | None:
         ("sink = { parquet = 't', writer = 'spark' }", None),
         ("sink = { parquet = 't', partition_by = '_id' }", None),
         ("sink = { parquet = 't', partition_by = 'date', date_from = 'at' }", None),
-        ("sink = { delta = 't' }", None),
+        (
+            "sink = { delta = 't', partition_by = 'date' }",
+            ["body", "_topic", "_node", "_offset", "_timestamp", "_attempts", "_id"],
+        ),
+        ("sink = { delta = 't', key = '_id' }", None),
         ("sink = 'noop'", None),
     ],
 )
@@ -129,7 +133,7 @@ def test_messages_are_split_where_the_day_or_the_hour_changes() -> None:
 def test_a_layout_and_descriptions_of_files_survive_their_way_through_spark() -> None:
     one = layout(f"decode = 'message'\n{SINK}")
     assert one is not None and Layout.loads(one.dumps()) == one
-    made = [Part("/t/x.part", (("topic", "a"), ("date", None)), 3, 99), Part("/t/y", (), 1, 1)]
+    made = [Part("/t/x.part", (("topic", "a"), ("date", None)), 3, 99, '{"a": 1}'), Part("/t/y", (), 1, 1)]
     assert parts_of([described(made), described([])]) == made
 
 

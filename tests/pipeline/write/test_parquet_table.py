@@ -70,7 +70,7 @@ def test_rows_are_split_by_partition_values() -> None:
 
 
 def test_small_batches_become_large_row_groups(tmp_path: Path) -> None:
-    writer = PartWriter(tmp_path, "zstd", suffix=".part")
+    writer = PartWriter(ParquetDirectory(tmp_path).creator(QUERY, 0), "zstd")
     for start in range(0, 3000, 10):
         writer.write((), pa.RecordBatch.from_pydict({"n": list(range(start, start + 10))}))
     (part,) = writer.finish()
@@ -81,7 +81,7 @@ def test_small_batches_become_large_row_groups(tmp_path: Path) -> None:
 
 def test_the_number_of_open_files_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(part_files, "MAX_OPEN", 2)
-    writer = PartWriter(tmp_path, "zstd", suffix=".part")
+    writer = PartWriter(ParquetDirectory(tmp_path).creator(QUERY, 0), "zstd")
     for number, topic in enumerate("abcabc"):
         writer.write((("topic", topic),), rows(number))
     found = writer.finish()
@@ -296,7 +296,7 @@ def test_large_files_and_files_of_other_schemas_are_not_joined(
 
 
 def test_files_are_joined_with_those_of_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compact, "SMALLEST", 2000)
+    monkeypatch.setattr(part_files, "SMALLEST", 2000)
     fill(tmp_path, *(rows(number) for number in range(3)))
     pq.write_table(
         pa.table({"n": list(range(100, 3000))}, rows(1).schema.remove(1)),

@@ -33,7 +33,7 @@ from nsparq.pipeline.execute.progress import WRITTEN, decoded_name
 from nsparq.pipeline.execute.schemas import sampled_bodies, schema_of, settle_schemas
 from nsparq.pipeline.execute.steps import transform
 from nsparq.pipeline.execute.tables import load_tables
-from nsparq.pipeline.file.sinks import Format, Memory, Parquet
+from nsparq.pipeline.file.sinks import Delta, Format, Memory, Parquet
 from nsparq.pipeline.file.spec import MESSAGES, Output, Pipeline, PipelineFile, Source, Trigger
 from nsparq.pipeline.write import direct_parquet
 from nsparq.pipeline.write.parquet_table import ParquetDirectory
@@ -169,9 +169,12 @@ def _start_direct(
         **source_options(file, pipeline, source, output),
         direct_parquet.LAYOUT: layout.dumps(),
     }
+    if isinstance(output.sink, Delta):
+        options[direct_parquet.STORAGE] = json.dumps(dict(output.sink.storage_options))
     files = _load(spark, pipeline, source, direct_parquet.FORMAT, options)
     counted = files.observe(WRITTEN, F.sum("rows").alias("rows"), F.sum("size").alias("bytes"))
-    writer = writer_of(output.sink, counted, Target(file, pipeline, output)).option("described", "true")
+    target = Target(file, pipeline, output, layout.schema)
+    writer = writer_of(output.sink, counted, target).option("described", layout.schema.json())
     return _start_output(writer, pipeline, output)
 
 

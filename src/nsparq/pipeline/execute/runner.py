@@ -26,6 +26,7 @@ from nsparq.pipeline.execute.status import Endpoint, Status, write_status
 from nsparq.pipeline.file.keys import is_local
 from nsparq.pipeline.file.spec import PipelineFile
 from nsparq.pipeline.user_code import send_modules
+from nsparq.pipeline.write.delta_upkeep import Upkeep
 from nsparq.spark.session.build import is_connect
 
 __all__ = ["build_session", "prepare", "run"]
@@ -79,11 +80,13 @@ def run(
         started=time.time(),
         ui=spark.sparkContext.uiWebUrl or "",
     )
+    upkeep = Upkeep(file)
     with _only_runner(file), _served(file, status):
         try:
-            _run(running, file, status, stop, watch, fail_fast)
+            _run(running, upkeep, file, status, stop, watch, fail_fast)
         finally:
             _stop(running, file.run.stop_grace)
+            upkeep.finish(stop.is_set)
             status.is_running = False
             _write(file, status)
             watch(status)
@@ -92,6 +95,7 @@ def run(
 
 def _run(
     running: Sequence[RunningPipeline],
+    upkeep: Upkeep,
     file: PipelineFile,
     status: Status,
     stop: threading.Event,
@@ -104,6 +108,7 @@ def _run(
             one.look(time.monotonic())
             if stop.is_set():
                 return
+        upkeep.look(time.monotonic())
         watch(status)
         if time.monotonic() - written >= STATUS_S:
             _write(file, status)

@@ -1,4 +1,4 @@
-"""Pipeline files that commands write: `new`, `archive` and `stats`. Needs no Spark."""
+"""Pipeline files that commands write: `new`, `archive`, `table` and `stats`. Needs no Spark."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ class Topics:
 
     def source(self, **more: str | int) -> str:
         """The source as an inline table."""
-        """The source as an inline table."""
         chosen: dict[str, object] = (
             {"topics_pattern": self.pattern} if self.pattern else {"topic": list(self.topics)}
         )
@@ -89,6 +88,54 @@ def archive(
     ]
     if compact:
         lines.append(f"compact = {compact}")
+    return "\n".join(lines) + "\n"
+
+
+def table(
+    topics: Topics,
+    uri: str,
+    checkpoint: str,
+    *,
+    schema: str = "",
+    dead_letters: str = "",
+    partition_by: Sequence[str] = ("date",),
+    trigger: str = "5s",
+    compact: int = 16,
+    retention: str = "168h",
+    channel: str = "table",
+) -> str:
+    """Topics as a Delta table: messages with their origin or, with `schema`, the columns of JSON
+    messages."""
+    decode = f'decode = {{ format = "json", schema = {json.dumps(schema)}, headers = true }}'
+    if not schema:
+        decode = 'decode = { format = "message", headers = true }'
+    elif dead_letters:
+        topics = topics.without(dead_letters)
+        decode += f"\ndead_letters = {json.dumps(dead_letters)}"
+    source = topics.source(channel=channel, max_bytes_per_trigger=ARCHIVE_BATCH, partition_bytes=ARCHIVE_TASK)
+    lines = [
+        topics.toml(),
+        "",
+        "[run]",
+        f"checkpoint = {json.dumps(checkpoint)}",
+        "",
+        "[spark]",
+        f'conf = {{ "spark.driver.extraJavaOptions" = {json.dumps(ARCHIVE_JAVA)} }}',
+        "",
+        "[pipeline.table]",
+        f"source = {source}",
+        decode,
+        f"trigger = {json.dumps(trigger)}",
+        "",
+        "[pipeline.table.sink]",
+        f"delta = {json.dumps(uri)}",
+        f"partition_by = {json.dumps([*partition_by])}",
+        f"date_from = {json.dumps('_timestamp' if schema else 'timestamp')}",
+    ]
+    if compact:
+        lines.append(f"compact = {compact}")
+    if retention:
+        lines.append(f"retention = {json.dumps(retention)}")
     return "\n".join(lines) + "\n"
 
 

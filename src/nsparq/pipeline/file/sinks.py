@@ -11,10 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from nsparq.flags import format_duration
 from nsparq.pipeline.file.keys import (
     REQUIRED,
     choice,
     count,
+    duration,
     flag,
     function_name,
     identifier,
@@ -38,6 +40,7 @@ _LATEST_BY: Final = (
     "with `key`: columns that say which of two rows with the same key is newer. The greater value wins, "
     "within a micro-batch and against the table; null is the smallest"
 )
+MIN_RETENTION_S: Final = 3600.0
 _ORIGIN: Final = "`_timestamp` and `_offset`, if the rows have both"
 
 
@@ -151,10 +154,31 @@ class Delta(Files):
     )
     key_columns: tuple[str, ...] = key((), identifiers, _KEY, name="key")
     latest_by: tuple[str, ...] = key((), identifiers, _LATEST_BY, shown=_ORIGIN)
+    compact: int = key(
+        0,
+        count,
+        "join small files of a partition in the background, as soon as there are this many of about the same "
+        "size, or all of them have 128 MB",
+        shown="never",
+    )
+    retention: float = key(
+        0.0,
+        duration,
+        "how long old versions of the table are kept; after that they and unused files are removed, in the "
+        'background: `"168h"` is a week',
+        shown="for ever",
+    )
 
     def problems(self) -> Iterator[Problem]:
         if self.latest_by and not self.key_columns:
             yield "latest_by", "needs 'key'"
+        if self.compact and self.key_columns:
+            text = "cannot be combined with 'key', as both would change the same files: use `nsparq pipeline"
+            yield "compact", f"{text} compact` while the pipeline does not run"
+        if 0 < self.retention < MIN_RETENTION_S:
+            least = format_duration(MIN_RETENTION_S)
+            text = f"must be at least {least}: files that are being written or read would be removed"
+            yield "retention", text
 
     def refused_mode(self, output_mode: str) -> str:
         if self.key_columns:

@@ -4,7 +4,7 @@
 - `file_sink`: the Spark data source for files; it writes through one of the next two
 - `parquet_table`: a directory of Parquet files. `part_files` writes them in the tasks, a commit in
   the driver adds them to the table, `compact` joins small ones
-- `delta`: a Delta table
+- `delta`: a Delta table; `delta_upkeep` joins its small files and removes old versions
 - `direct_parquet`: files written by the tasks that read the log; rows do not pass through Spark
 - `jdbc`: database tables; `upsert` and `upsert_sql` are for sinks with a key
 

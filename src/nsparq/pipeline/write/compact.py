@@ -21,7 +21,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
-import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable
@@ -36,15 +35,12 @@ from nsparq.errors import NsparqError
 from nsparq.pipeline.durable import sync
 from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.write.parquet_table import ParquetDirectory
-from nsparq.pipeline.write.part_files import GROUP_ROWS, Encoder, PartFile
+from nsparq.pipeline.write.part_files import GROUP_ROWS, DiskFile, Encoder, PartFile, settings_of, size_class
 
 logger = logging.getLogger(__name__)
 
 LARGE: Final = 32 << 20
 """Larger files are not joined: it would save little, and cost as much as writing them."""
-SMALLEST: Final = 64 << 10
-"""All files up to this size are in one size class."""
-
 KEEP_REPLACED_S: Final = 60.0
 """How long a replaced directory is kept, for readers that are about to list it."""
 
@@ -97,15 +93,11 @@ def _group(directory: Path, fan_in: int) -> list[Path]:
         if size < LARGE:
             # Files with different columns are not joined.
             shape = pq.read_schema(path).remove_metadata().serialize().to_pybytes()
-            classes[(_class(size, fan_in), shape)].append(path)
+            classes[(size_class(size, fan_in), shape)].append(path)
     for _, paths in sorted(classes.items(), key=lambda one: one[0][0]):
         if len(paths) >= max(2, fan_in):
             return paths
     return []
-
-
-def _class(size: int, fan_in: int) -> int:
-    return 0 if size <= SMALLEST else 1 + int(math.log(size / SMALLEST, max(2, fan_in)))
 
 
 def _join(table: ParquetDirectory, directory: Path, group: list[Path]) -> Joined:
@@ -136,10 +128,11 @@ def _join(table: ParquetDirectory, directory: Path, group: list[Path]) -> Joined
 def _concatenate(paths: list[Path], target: Path) -> int:
     """Writes the rows of all files to one file, in order. Returns their number."""
     expected: int = sum(pq.read_metadata(path).num_rows for path in paths)
-    schema = pq.read_schema(paths[0]).remove_metadata()
-    compression = _compression(paths[0])
+    first = pq.read_metadata(paths[0])
     encoder = Encoder()
-    file = PartFile(target, schema, {"compression": compression}, encoder)
+    file = PartFile(
+        DiskFile(target), first.schema.to_arrow_schema().remove_metadata(), settings_of(first), encoder
+    )
     try:
         for path in paths:
             with pq.ParquetFile(str(path)) as source:
@@ -155,14 +148,6 @@ def _concatenate(paths: list[Path], target: Path) -> int:
     if found != expected:
         raise NsparqError(f"{target} has {found} rows instead of {expected}; nothing was changed")
     return expected
-
-
-def _compression(path: Path) -> str:
-    metadata = pq.read_metadata(path)
-    if not metadata.num_row_groups or not metadata.num_columns:
-        return "zstd"
-    name = str(metadata.row_group(0).column(0).compression).lower()
-    return "none" if name == "uncompressed" else name
 
 
 def exchange(one: Path, other: Path) -> None:

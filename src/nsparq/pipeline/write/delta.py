@@ -4,7 +4,7 @@ transaction.
 Tasks write Parquet files to their final place with pyarrow, through deltalake's access to local
 directories and object stores. Readers see a file only after the driver has added it to the table's
 log, together with the query, the batch number and the batch's fingerprint. A batch that is in the
-log is not added again; its new files stay unused until `vacuum`.
+log is not added again; its new files stay unused until `delta_upkeep` removes them.
 
 An upsert is deltalake's `merge`, which runs in the driver. It holds the batch in memory, reads the
 files that may contain one of the keys, and rewrites those that do. The same commit contains the
@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -29,12 +29,24 @@ from pyspark.sql.types import StructType
 from nsparq.pipeline.durable import sync
 from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.file.keys import is_local
-from nsparq.pipeline.write.part_files import GROUP_ROWS, MAX_OPEN, NULL_VALUE, Part, Values
+from nsparq.pipeline.write.part_files import (
+    GROUP_ROWS,
+    MAX_OPEN,
+    NULL_VALUE,
+    DiskFile,
+    NewFile,
+    Part,
+    Values,
+    directory_of,
+    statistics_of,
+)
 from nsparq.spark.checkpoint import LENGTH, check_batch
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from deltalake import CommitProperties, DeltaTable, Field, Schema
+    from deltalake.transaction import AddAction, RemoveAction
+    from pyarrow.fs import FileSystem
 
     from nsparq.pipeline.write.upsert import Upsert
 
@@ -53,11 +65,62 @@ def is_installed() -> bool:
     return find_spec("deltalake") is not None
 
 
+class StoreFile:
+    """An object of a store that is being written. Nobody sees it before it is complete."""
+
+    def __init__(self, files: FileSystem, path: str) -> None:
+        self.path, self.target = path, files.open_output_stream(path, compression=None)
+        self._files = files
+
+    def written(self) -> None:
+        """Parts are sent as they are full."""
+
+    def close(self) -> int:
+        size: int = self.target.tell()
+        self.target.close()
+        return size
+
+    def remove(self) -> None:
+        """An object that cannot be removed is unused, and expires with the others."""
+        with suppress(OSError):
+            self.target.close()
+        with suppress(OSError):
+            self._files.delete_file(self.path)
+
+
+def storage_of(uri: str, storage: Mapping[str, str] | None = None) -> FileSystem:
+    """The files of a table, by their paths in its log."""
+    from deltalake.fs import DeltaStorageHandler
+    from pyarrow.fs import PyFileSystem
+
+    return PyFileSystem(DeltaStorageHandler(uri, dict(storage or {}) or None))
+
+
+def creator(uri: str, storage: Mapping[str, str] | None = None) -> Callable[[Values], NewFile]:
+    """Makes new files at their final place."""
+
+    def path(values: Values) -> str:
+        return "/".join(filter(None, (directory_of(values), f"{uuid4().hex}.parquet")))
+
+    if is_local(uri):
+        return lambda values: DiskFile(Path(uri) / (name := path(values)), name)
+    files = storage_of(uri, storage)
+    return lambda values: StoreFile(files, path(values))
+
+
 class DeltaFiles:
-    def __init__(self, uri: str, columns: Sequence[str], storage: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        columns: Sequence[str],
+        storage: Mapping[str, str] | None = None,
+        retention: float = 0.0,
+    ) -> None:
         """`uri` is a directory or a URL: `s3://…`, `gs://…`, `az://…`, `abfss://…`. `columns`
-        partition the table. `storage` are deltalake's options for an object store."""
+        partition the table. `storage` are deltalake's options for an object store. `retention` is
+        how many seconds old versions are kept; 0 leaves the table as it is."""
         self._uri, self._columns, self._storage = uri, [*columns], dict(storage or {})
+        self._retention = retention
 
     def __str__(self) -> str:
         return f"the table {self._uri}"
@@ -66,8 +129,6 @@ class DeltaFiles:
 
     def write(self, batches: Iterator[pa.RecordBatch], query: str, batch: int) -> list[Part]:
         import pyarrow.dataset as ds
-        from deltalake.fs import DeltaStorageHandler
-        from pyarrow.fs import PyFileSystem
 
         if is_local(self._uri):
             Path(self._uri).mkdir(parents=True, exist_ok=True)
@@ -82,7 +143,7 @@ class DeltaFiles:
             "",
             schema=first.schema,
             format="parquet",
-            filesystem=PyFileSystem(DeltaStorageHandler(self._uri, self._storage or None)),
+            filesystem=storage_of(self._uri, self._storage),
             partitioning=ds.partitioning(by, flavor="hive") if self._columns else None,
             basename_template=f"{uuid4().hex}-{{i}}.parquet",
             file_options=ds.ParquetFileFormat().make_write_options(compression=COMPRESSION),
@@ -96,7 +157,10 @@ class DeltaFiles:
         if is_local(self._uri):
             for one in written:
                 sync(Path(self._uri) / one.path)
-        return [Part(one.path, _values(one.path), one.metadata.num_rows, one.size) for one in written]
+        return [
+            Part(one.path, values_in(one.path), one.metadata.num_rows, one.size, statistics_of(one.metadata))
+            for one in written
+        ]
 
     def _without_empty(self, rows: Rows) -> Rows:
         """Replaces empty strings in partition columns by null, as Hive, Spark and Delta do."""
@@ -121,23 +185,10 @@ class DeltaFiles:
     def commit(
         self, query: str, batch: int, parts: Sequence[Part], schema: StructType, planned: str = ""
     ) -> None:
-        from deltalake.transaction import AddAction, RemoveAction
-
         table = self._ready(query, batch, planned, schema if parts else None)
         if table is None:
             return
-        now = int(time.time() * 1000)
-        actions: list[AddAction | RemoveAction] = [
-            AddAction(
-                path=part.path,
-                size=part.size,
-                partition_values=dict(part.values),
-                modification_time=now,
-                data_change=True,
-                stats=json.dumps({"numRecords": part.rows}),
-            )
-            for part in parts
-        ]
+        actions: list[AddAction | RemoveAction] = [added(part) for part in parts]
         with self._committing(table, query, batch, planned) as properties:
             table.create_write_transaction(
                 actions, "append", table.schema(), partition_by=self._columns, commit_properties=properties
@@ -183,12 +234,16 @@ class DeltaFiles:
             table = self._create(schema)
         if self._has(table, query, batch, planned) or schema is None:
             return None
-        added = self._new_columns(table, schema)
-        if added:
+        columns = self._new_columns(table, schema)
+        if columns:
             # A separate commit: after a crash the table has a column of nulls, and the batch runs
             # again.
-            logger.info("%s: adding columns %s", self, ", ".join(one.name for one in added))
-            table.alter.add_columns(added)
+            logger.info("%s: adding columns %s", self, ", ".join(one.name for one in columns))
+            table.alter.add_columns(columns)
+        known = table.metadata().configuration
+        if self._retention and (wanted := retention_properties(self._retention)).items() - known.items():
+            # A separate commit, too.
+            table.alter.set_table_properties(wanted)
         return table
 
     @contextmanager
@@ -232,6 +287,7 @@ class DeltaFiles:
             mode="ignore",
             partition_by=self._columns,
             storage_options=self._storage or None,
+            configuration=retention_properties(self._retention) if self._retention else None,
         )
 
     def _has(self, table: DeltaTable, query: str, batch: int, planned: str) -> bool:
@@ -276,7 +332,27 @@ class DeltaFiles:
         error."""
 
 
-def _values(path: str) -> Values:
+def added(part: Part, *, data_change: bool = True) -> AddAction:
+    """The entry of a new file in the table's log. `data_change` is false if its rows are not new."""
+    from deltalake.transaction import AddAction
+
+    return AddAction(
+        path=part.path,
+        size=part.size,
+        partition_values=dict(part.values),
+        modification_time=int(time.time() * 1000),
+        data_change=data_change,
+        stats=part.stats,
+    )
+
+
+def retention_properties(seconds: float) -> dict[str, str]:
+    """Properties of a table that keeps old versions this long."""
+    interval = f"interval {max(1, round(seconds))} seconds"
+    return {"delta.logRetentionDuration": interval, "delta.deletedFileRetentionDuration": interval}
+
+
+def values_in(path: str) -> Values:
     """Partition values, from the directory names in a path."""
     pairs = (segment.partition("=") for segment in path.split("/")[:-1] if "=" in segment)
     return tuple((name, None if text == NULL_VALUE else unquote(text)) for name, _, text in pairs)

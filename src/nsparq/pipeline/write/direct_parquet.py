@@ -7,8 +7,9 @@ table of files, with a row for each file that a task has written. The sink (`fil
 few rows and commits the files as usual. So offsets, checkpoints, retries and exactly-once work as
 they do for rows.
 
-If the row of a task attempt does not reach the sink, its files are unused. They have unique names,
-and are removed with the batch.
+If the row of a task attempt does not reach the sink, its files are unused. They have unique names.
+In a directory of Parquet files they are removed with the batch, in a Delta table when old versions
+expire.
 
 All messages of a log range have one topic and one node. So a range is cut into directories only
 where the date or the hour changes, without looking at each row.
@@ -24,12 +25,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
-from pyspark.sql.types import LongType, StringType, StructType
+from pyspark.sql.types import DateType, IntegerType, LongType, StringType, StructField, StructType
 
 from nsparq.pipeline.decode.formats import HEADERS, undecoded_columns
 from nsparq.pipeline.errors import PipelineError
-from nsparq.pipeline.file.sinks import Parquet
+from nsparq.pipeline.file.sinks import Delta, Parquet
 from nsparq.pipeline.file.spec import Pipeline
+from nsparq.pipeline.write import delta
 from nsparq.spark.columns import SCHEMA
 from nsparq.spark.options import NsqOptions, Use
 from nsparq.spark.source.range_reader import LogRange, read_range
@@ -43,19 +45,23 @@ if TYPE_CHECKING:
 
 FORMAT: Final = "nsparq_direct"
 LAYOUT: Final = "layout"
-"""Option beside those of format("nsq"): a Layout."""
+STORAGE: Final = "storagesecrets"
+"""Options beside those of format("nsq"): a Layout, and deltalake's options for an object store as
+JSON. Spark hides options with such a name."""
 DESCRIBED: Final = (
     StructType()
     .add("path", StringType(), False)
     .add("partition", StringType(), False)
     .add("rows", LongType(), False)
     .add("size", LongType(), False)
+    .add("stats", StringType(), False)
 )
 """The columns of this source: the fields of Part."""
 CHUNK: Final = 16 << 20
 """Bytes that a task requests at a time: nsqd's maximum, because a busy nsqd answers slowly."""
 _SAME_IN_A_RANGE: Final = ("topic", "node")
 _LENGTH_US: Final = {"date": 86_400_000_000, "hour": 3_600_000_000}
+_MADE: Final = {"date": DateType(), "hour": IntegerType()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,20 @@ class Layout:
     """Names of the columns in the files, and the columns of the source."""
     fixed: Mapping[str, str]
     """The same for the columns that are directories."""
+    is_delta: bool = False
+    """A Delta table, and not a directory of Parquet files."""
+
+    @property
+    def schema(self) -> StructType:
+        """The columns of the table, in the order that Spark would give them."""
+        sources = {**self.columns, **self.fixed}
+        order = [field.name for field in SCHEMA.fields]
+        named = sorted(sources, key=lambda name: order.index(sources[name]))
+        found = StructType([StructField(name, SCHEMA[sources[name]].dataType) for name in named])
+        for name in self.partition_by:
+            if name not in sources:
+                found.add(name, _MADE[name])
+        return found
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))
@@ -122,7 +142,9 @@ def layout_of(pipeline: Pipeline) -> Layout | None:
         return None
     source, sink = pipeline.sources[0], pipeline.outputs[0].sink
     names = undecoded_columns(source.decode.format, source.decode.headers)
-    if not isinstance(sink, Parquet) or sink.is_written_by_spark or names is None:
+    if not isinstance(sink, Parquet | Delta) or names is None:
+        return None
+    if sink.key_columns if isinstance(sink, Delta) else sink.is_written_by_spark:
         return None
     if source.watermark is not None or source.is_queue:
         return None
@@ -133,7 +155,8 @@ def layout_of(pipeline: Pipeline) -> Layout | None:
     if len(fixed) + len(made) < len(sink.partition_by):
         return None
     columns = {name: source for name, source in names.items() if name not in fixed}
-    return Layout(sink.path, sink.compression, sink.partition_by, columns, fixed)
+    compression = delta.COMPRESSION if isinstance(sink, Delta) else sink.compression
+    return Layout(sink.path, compression, sink.partition_by, columns, fixed, isinstance(sink, Delta))
 
 
 class DirectDataSource(DataSource):
@@ -148,13 +171,13 @@ class DirectDataSource(DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         given = dict(self.options)
-        layout = Layout.loads(given.pop(LAYOUT))
-        return DirectReader(NsqOptions.parse(given, Use.LOG_STREAM), layout)
+        layout, storage = Layout.loads(given.pop(LAYOUT)), json.loads(given.pop(STORAGE, "{}"))
+        return DirectReader(NsqOptions.parse(given, Use.LOG_STREAM), layout, storage)
 
 
 class DirectReader(LogStreamReader):
-    def __init__(self, options: NsqOptions, layout: Layout) -> None:
-        self._layout = layout
+    def __init__(self, options: NsqOptions, layout: Layout, storage: Mapping[str, str] | None = None) -> None:
+        self._layout, self._storage = layout, storage
         wanted = {*layout.columns.values(), "timestamp"}
         super().__init__(StructType([field for field in SCHEMA.fields if field.name in wanted]), options)
 
@@ -177,12 +200,12 @@ class DirectReader(LogStreamReader):
         task, layout = Task.current(), self._layout
         if task.query_id is None:
             raise PipelineError("Spark did not tell the task which query it belongs to")
-        writer = PartWriter(
-            ParquetDirectory(layout.path).new_files(task.query_id, task.batch_id),
-            layout.compression,
-            suffix=f"-{task.partition}-{task.attempt}.part",
-            settings=layout.encodings,
-        )
+        if layout.is_delta:
+            create = delta.creator(layout.path, self._storage)
+        else:
+            suffix = f"-{task.partition}-{task.attempt}.part"
+            create = ParquetDirectory(layout.path).creator(task.query_id, task.batch_id, suffix)
+        writer = PartWriter(create, layout.compression, layout.encodings)
         return write_parts(
             writer,
             (
@@ -204,6 +227,7 @@ def described(parts: Sequence[Part]) -> pa.RecordBatch:
         [json.dumps(part.values) for part in parts],
         [part.rows for part in parts],
         [part.size for part in parts],
+        [part.stats for part in parts],
     ]
     schema = to_arrow_schema(DESCRIBED, timezone="UTC")
     arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
@@ -220,6 +244,7 @@ def parts_of(batches: Iterable[pa.RecordBatch]) -> list[Part]:
             tuple((name, value) for name, value in json.loads(row["partition"])),
             row["rows"],
             row["size"],
+            row["stats"],
         )
         for batch in batches
         for row in batch.to_pylist()

@@ -1,9 +1,10 @@
 """The Spark data source "nsparq_files", for sinks of Parquet files and Delta tables.
 
 Tasks write Parquet files from Arrow batches, and the driver commits them to the table. Options:
-path, partitionBy, compression, compact, table (`parquet` or `delta`), storageSecrets (deltalake's
-options for an object store, as JSON; Spark hides options with such a name), and described (the rows
-describe files that are written already; see `direct_parquet`).
+path, partitionBy, compression, compact, table (`parquet` or `delta`), retention, storageSecrets
+(deltalake's options for an object store, as JSON; Spark hides options with such a name), and
+described (the rows describe files that are written already, with these columns; see
+`direct_parquet`).
 """
 
 from __future__ import annotations
@@ -66,8 +67,9 @@ class FilesDataSource(DataSource):
 
 class FilesWriter(DataSourceStreamArrowWriter):
     def __init__(self, schema: StructType, options: Mapping[str, str]) -> None:
-        self._schema = schema
         self._options = dict(options)
+        described = self._options.get("described")
+        self._schema = StructType.fromJson(json.loads(described)) if described else schema
 
     def _table(self) -> Table:
         options = self._options
@@ -75,7 +77,8 @@ class FilesWriter(DataSourceStreamArrowWriter):
         if options.get("table") == "delta":
             from nsparq.pipeline.write.delta import DeltaFiles
 
-            return DeltaFiles(options["path"], columns, json.loads(options.get("storagesecrets", "{}")))
+            storage = json.loads(options.get("storagesecrets", "{}"))
+            return DeltaFiles(options["path"], columns, storage, float(options.get("retention", 0)))
         return ParquetFiles(
             Path(options["path"]), columns, options.get("compression", "zstd"), int(options.get("compact", 0))
         )
@@ -121,7 +124,7 @@ class ParquetFiles:
     def write(self, batches: Iterator[pa.RecordBatch], query: str, batch: int) -> list[Part]:
         from nsparq.pipeline.write.part_files import PartWriter, split, write_parts
 
-        writer = PartWriter(self._directory.new_files(query, batch), self._compression, suffix=".part")
+        writer = PartWriter(self._directory.creator(query, batch), self._compression)
         return write_parts(writer, (piece for one in batches for piece in split(one, self._columns)))
 
     def commit(

@@ -26,15 +26,16 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
+from uuid import uuid4
 
 from nsparq.pipeline.durable import sync, write_json
 from nsparq.pipeline.errors import PipelineError
-from nsparq.pipeline.write.part_files import Part, directory_of
+from nsparq.pipeline.write.part_files import DiskFile, NewFile, Part, Values, directory_of
 from nsparq.spark.checkpoint import check_batch
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,11 @@ class ParquetDirectory:
     def new_files(self, query: str, batch: int) -> Path:
         """The directory in which the tasks of a batch write."""
         return self._hidden / "new" / query / str(batch)
+
+    def creator(self, query: str, batch: int, suffix: str = ".part") -> Callable[[Values], NewFile]:
+        """Makes files for the tasks of a batch."""
+        directory = self.new_files(query, batch)
+        return lambda values: DiskFile(directory / f"{uuid4().hex}{suffix}")
 
     @contextmanager
     def lock(self) -> Iterator[None]:

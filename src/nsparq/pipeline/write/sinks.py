@@ -70,7 +70,11 @@ def sink_place(pipeline: Pipeline, output: Output) -> str:
 class Target:
     """What a sink may need to know besides the rows and its own keys."""
 
-    def __init__(self, file: PipelineFile, pipeline: Pipeline, output: Output) -> None:
+    def __init__(
+        self, file: PipelineFile, pipeline: Pipeline, output: Output, described: StructType | None = None
+    ) -> None:
+        """`described` are the columns of the table, if the rows only describe files."""
+        self.described = described
         self.place = sink_place(pipeline, output)
         self.name, self.output_mode = output.name, output.output_mode
         self.nsq = file.nsq
@@ -260,9 +264,9 @@ def _(sink: Delta, rows: DataFrame, target: Target) -> Writer:
         raise PipelineError(
             f"{target.place} delta: the package deltalake is missing: pip install 'nsparq[delta]'"
         )
-    table = DeltaFiles(sink.path, sink.partition_by, sink.storage_options)
+    table = DeltaFiles(sink.path, sink.partition_by, sink.storage_options, sink.retention)
     try:
-        table.check(rows.schema)
+        table.check(target.described or rows.schema)
     except Exception as error:  # deltalake's errors have no class in common
         raise PipelineError(f"{target.place} delta: {error}") from error
     if sink.key_columns:
@@ -271,6 +275,7 @@ def _(sink: Delta, rows: DataFrame, target: Target) -> Writer:
         table="delta",
         path=sink.path,
         partitionBy=",".join(sink.partition_by),
+        retention=str(sink.retention),
         storageSecrets=json.dumps(dict(sink.storage_options)),
     )
 
