@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,6 @@ from nsparq.testing import Broker  # noqa: E402
 from tests.pipeline.conftest import Runs, bodies  # noqa: E402
 from tests.support.s3 import run_s3  # noqa: E402
 from tests.support.with_headers import publish_with_headers  # noqa: E402
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = [
     pytest.mark.usefixtures("spark"),
@@ -41,7 +39,11 @@ def rows(table: Path | str, storage: dict[str, str] | None = None) -> list[dict[
 
 
 def test_unchanged_messages_are_the_rows_that_spark_would_have_written(
-    run: Runs, broker: Broker, spark: SparkSession, tmp_path: Path
+    run: Runs,
+    broker: Broker,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     broker.publish("orders", *(b"%d" % number for number in range(500)))
@@ -72,6 +74,25 @@ def test_unchanged_messages_are_the_rows_that_spark_would_have_written(
     broker.publish("orders", b"later")
     assert run(made)["table"].rows == 1
     assert [row["body"] for row in rows(ours)] == [b"\x00\xff", *(b"%d" % n for n in range(500)), b"later"]
+    check_readers(ours, monkeypatch, capsys)
+
+
+def check_readers(table: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every example that reads a table finds the same."""
+    pytest.importorskip("duckdb")
+    pytest.importorskip("polars")
+    directory = table.parent / "tables"
+    directory.mkdir()
+    (directory / "orders").symlink_to(table)
+    monkeypatch.chdir(table.parent)
+    # In the session of the tests.
+    monkeypatch.setattr("pyspark.sql.SparkSession.stop", lambda self: None)
+    examples = sorted((Path(__file__).parents[2] / "examples" / "table").glob("read_*.py"))
+    assert [one.stem for one in examples] == ["read_duckdb", "read_pandas", "read_polars", "read_spark"]
+    for one in examples:
+        capsys.readouterr()
+        runpy.run_path(str(one))
+        assert capsys.readouterr().out == "502 messages, the newest is b'later'\n", one
 
 
 @pytest.fixture
