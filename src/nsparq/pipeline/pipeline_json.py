@@ -9,7 +9,7 @@ queries began. A key that belongs to a named source or output ends with that nam
 
 `format` is the version of the file. The first files had no version; they are read as version 1. A
 newer version is refused, because a program that does not understand it would start at another
-position.
+position. With a checkpoint in an object store, each version of the file is an object there.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from nsparq.pipeline.durable import write_json
 from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.file.keys import is_local
 from nsparq.pipeline.file.spec import Pipeline
+from nsparq.spark.checkpoint_store import SCHEMES, CheckpointStore, mirror_of
 
 NAME: Final = "pipeline.json"
 FORMAT: Final = 1
@@ -42,6 +43,10 @@ class PipelineJson:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._path = Path(pipeline.checkpoint) / NAME
+        if pipeline.checkpoint.startswith(SCHEMES):
+            self._store: CheckpointStore | None = CheckpointStore(pipeline.checkpoint)
+        else:
+            self._store = mirror_of(Path(pipeline.checkpoint))
 
     def get(self, key: str) -> Any:
         """None if the key was never put. Raises PipelineError."""
@@ -54,6 +59,9 @@ class PipelineJson:
             raise Abandoned
         with _writing:
             content = {"format": FORMAT} | self._read() | {key: value}
+            if self._store is not None:
+                self._store.keep(content)
+                return
             try:
                 write_json(self._path, content)
             except OSError as error:
@@ -71,9 +79,13 @@ class PipelineJson:
         return f"[pipeline.{self._pipeline.name}] checkpoint:"
 
     def _read(self) -> dict[str, Any]:
+        if self._store is not None:
+            kept = self._store.read()
+            self._check(kept)
+            return kept
         if not is_local(self._pipeline.checkpoint):
             raise PipelineError(
-                f"{self._place} must be a local or mounted directory: this pipeline keeps {NAME} there"
+                f"{self._place} must be a directory, s3://, gs:// or az://: this pipeline keeps {NAME} there"
             )
         try:
             content: dict[str, Any] = json.loads(self._path.read_text())

@@ -14,6 +14,7 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from nsparq.errors import NsparqError
+from nsparq.spark.checkpoint_store import mirror_of
 
 __all__ = ["LENGTH", "CheckpointBehind", "check_batch", "fingerprint"]
 
@@ -29,7 +30,11 @@ class CheckpointBehind(NsparqError):
 
 def fingerprint(checkpoint: str, batch: int) -> str:
     """15 hexadecimal digits, the same each time a batch is run, and different if it was planned
-    again. Empty if the checkpoint is not on a local file system, or does not have the batch."""
+    again. Empty if the checkpoint is not on a local file system, or does not have the batch.
+
+    Every sink asks for it before it commits. So a checkpoint that belongs into an object store is
+    copied there now. Raises CheckpointTaken, ArchiveUnavailable.
+    """
     parts = urlsplit(checkpoint)
     if parts.scheme not in ("", "file") or not parts.path:
         return ""
@@ -38,6 +43,8 @@ def fingerprint(checkpoint: str, batch: int) -> str:
         planned = (directory / "offsets" / str(batch)).read_bytes()
     except OSError:
         return ""
+    if mirror := mirror_of(directory.parent):
+        mirror.record(directory, batch)
     return hashlib.sha256(planned).hexdigest()[:LENGTH]
 
 

@@ -376,6 +376,8 @@ class NsqOptions:
                 "until the sink has them. Name a directory for this query alone, best inside its checkpoint "
                 "directory"
             )
+        if use in QUEUE and "://" in (self.staging or ""):
+            raise OptionError("option staging must be a directory that executors share, not an object store")
         if use in QUEUE and (self.channel or "").endswith("#ephemeral"):
             raise OptionError(
                 "option channel cannot be ephemeral in queue mode: nsqd would delete it with its messages "

@@ -152,7 +152,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.available_now:
         selected = [replace(one, trigger=Trigger(0.0, "available-now")) for one in selected]
     if arguments.checkpoint:
-        directory = os.path.abspath(arguments.checkpoint)
+        given: str = arguments.checkpoint
+        directory = os.path.abspath(given) if is_local(given) else given
         selected = [_moved(one, file.run.checkpoint, directory) for one in selected]
         file = replace(file, run=replace(file.run, checkpoint=directory))
     if arguments.since is not None:
@@ -279,7 +280,10 @@ def new(arguments: argparse.Namespace) -> int:
 
 def status(arguments: argparse.Namespace) -> int:
     path: Path = arguments.file
-    directory = path if path.is_dir() else Path(load(path).run.checkpoint)
+    checkpoint = str(path) if path.is_dir() else load(path).run.checkpoint
+    if not is_local(checkpoint):
+        raise StartError(f"the checkpoint {checkpoint} has no status: set metrics_address, and ask /status")
+    directory = Path(checkpoint)
     found = read_status(directory)
     if found is None:
         raise StartError(f"{directory / FILE_NAME} does not exist: these pipelines have never been run")

@@ -94,7 +94,7 @@ def add_commands(commands: Any) -> None:
 
     command = add("archive", archive, "write topics to Parquet files, by topic and date", ARCHIVE)
     _add_topics(command)
-    command.add_argument("--output-dir", required=True, type=Path, metavar="DIR")
+    command.add_argument("--output-dir", required=True, type=_directory, metavar="DIR")
     command.add_argument("--interval", default="10s", help="how often to write files (%(default)s)")
     command.add_argument("--available-now", action="store_true", help="read the existing messages and end")
     command.add_argument(
@@ -150,7 +150,7 @@ def add_commands(commands: Any) -> None:
     )
 
     command = add("replay", replay, "publish messages again, from an archive or a topic", REPLAY)
-    command.add_argument("--from-dir", type=Path, metavar="DIR", help="Parquet files of an archive")
+    command.add_argument("--from-dir", type=_directory, metavar="DIR", help="Parquet files of an archive")
     _add_topics(command)
     command.add_argument("--until", default="", metavar="TIME", help="only messages before (RFC 3339)")
     command.add_argument("--to", required=True, metavar="TOPIC", help="topic to publish to")
@@ -174,6 +174,14 @@ def add_commands(commands: Any) -> None:
     command.add_argument("--to", default="", metavar="TOPIC", help="with --follow: publish complete windows")
     command.add_argument("--show", action="store_true", help="with --follow: print the pipeline file and end")
     add_running(command)
+
+
+def _directory(text: str) -> Path:
+    if not is_local(text):
+        raise argparse.ArgumentTypeError(
+            "must be a directory; `nsparq pipeline table` writes to object stores"
+        )
+    return Path(text)
 
 
 def _add_topics(command: argparse.ArgumentParser) -> None:

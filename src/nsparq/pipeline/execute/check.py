@@ -10,6 +10,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from nsparq.pipeline.errors import PipelineError, retry_helps
+from nsparq.pipeline.execute import store_checkpoints
 from nsparq.pipeline.execute.queries import Frames, build, check_has_source, refusal
 from nsparq.pipeline.execute.state_check import judge
 from nsparq.pipeline.execute.steps import parse
@@ -38,6 +39,9 @@ def check(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames
     Needs nsqd only to infer a schema. If that is impossible because nsqd does not answer or has no
     message yet, only the syntax of the SQL is checked, and the result is None.
     """
+    is_copied = store_checkpoints.is_mirrored(spark, pipeline)
+    if is_copied:
+        store_checkpoints.check_mirrored(pipeline)
     tables = load_tables(spark, pipeline)
     try:
         frames = build(spark, impatient(file), pipeline, tables)
@@ -50,6 +54,8 @@ def check(spark: SparkSession, file: PipelineFile, pipeline: Pipeline) -> Frames
         rows = frames.rows[output.name]
         writer_of(output.sink, rows, Target(file, pipeline, output))
         check_stream(rows, pipeline, output)
+        if is_copied:
+            store_checkpoints.check_stateless(pipeline, output, rows)
     return frames
 
 
@@ -73,6 +79,8 @@ def check_state(pipeline: Pipeline, frames: Frames) -> list[str]:
         if isinstance(output.sink, Memory):
             continue
         if not is_local(pipeline.checkpoint):
+            if store_checkpoints.is_mirrored(frames.rows[output.name].sparkSession, pipeline):
+                return []
             return [f"{pipeline.checkpoint} is not on this machine, so its state was not checked"]
         checkpoint = Path(pipeline.checkpoint) / output.role
         steps = frames.steps[output.name]

@@ -28,6 +28,7 @@ from pyspark.sql.types import StructType
 from nsparq.pipeline.decode.formats import UNDECODED
 from nsparq.pipeline.decode.messages import dead_letters, good_rows
 from nsparq.pipeline.errors import PipelineError, in_words
+from nsparq.pipeline.execute import store_checkpoints
 from nsparq.pipeline.execute.beginnings import Beginnings, source_options
 from nsparq.pipeline.execute.progress import WRITTEN, decoded_name
 from nsparq.pipeline.execute.schemas import sampled_bodies, schema_of, settle_schemas
@@ -125,6 +126,7 @@ def start(
 ) -> dict[str, StreamingQuery]:
     """Starts the queries, and returns them by role. Raises PipelineError, and Abandoned if that
     event is set meanwhile."""
+    is_copied = store_checkpoints.fetch(pipeline)
     for output in pipeline.outputs:
         _clear_unfinished(pipeline, output)
     layout = direct_parquet.layout_of(pipeline)
@@ -136,6 +138,8 @@ def start(
     settle_schemas(spark, file, pipeline, abandoned)
     settle_beginnings(spark, file, pipeline, abandoned)
     frames = build(spark, file, pipeline)
+    for output in pipeline.outputs if is_copied else ():
+        store_checkpoints.check_stateless(pipeline, output, frames.rows[output.name])
     started: dict[str, StreamingQuery] = {}
     try:
         for output in pipeline.outputs:

@@ -23,6 +23,7 @@ from nsparq.pipeline.execute import queries
 from nsparq.pipeline.execute.progress import State
 from nsparq.pipeline.execute.running_pipeline import RunningPipeline, in_thread
 from nsparq.pipeline.execute.status import Endpoint, Status, write_status
+from nsparq.pipeline.execute.store_checkpoints import local_checkpoints
 from nsparq.pipeline.file.keys import is_local
 from nsparq.pipeline.file.spec import PipelineFile
 from nsparq.pipeline.user_code import send_modules
@@ -73,6 +74,13 @@ def run(
     StartError and PipelineError if nothing can be started.
     """
     prepare(spark, file)
+    with local_checkpoints(spark, file) as local:
+        return _run_all(spark, local, stop, watch, fail_fast)
+
+
+def _run_all(
+    spark: SparkSession, file: PipelineFile, stop: threading.Event, watch: Watch, fail_fast: bool
+) -> Status:
     running = [RunningPipeline(spark, file, pipeline) for pipeline in file.pipelines]
     status = Status(
         file=str(file.path),

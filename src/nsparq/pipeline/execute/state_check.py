@@ -36,6 +36,8 @@ KINDS: Final = {
 }
 """Spark's names of operators with state, and the user's."""
 _AGGREGATIONS: Final = {"stateStoreSave", "StatefulStreamlineAggregate", "sessionWindowStateStoreSaveExec"}
+_NO_METADATA: Final = '{"batchWatermarkMs":0,"batchTimestampMs":0,"conf":{}}'
+"""Of a query that has not begun."""
 _FIRST_DEFAULT: Final = 12
 """IncrementalExecution's first parameter with a default. Spark's version decides how many
 follow."""
@@ -90,6 +92,13 @@ def judge(
         return Verdict(
             note=f"this check does not work with Spark {rows.sparkSession.version}: {in_words(error)}"
         )
+
+
+def has_state(rows: DataFrame, output_mode: str) -> bool:
+    """Whether a query of these rows has operators with state."""
+    with tempfile.TemporaryDirectory(prefix="nsparq-check-") as directory:
+        planner = _Planner(rows.sparkSession, output_mode, _NO_METADATA)
+        return bool(planner.operators(rows, Path(directory)))
 
 
 def _judge(

@@ -30,6 +30,7 @@ from pyspark.sql.types import (
 
 from nsparq.pipeline.decode.formats import HEADERS, MESSAGE_COLUMNS
 from nsparq.pipeline.errors import FunctionFailed, PipelineError, in_words, retry_helps
+from nsparq.pipeline.file.keys import is_local
 from nsparq.pipeline.file.sinks import (
     Console,
     Delta,
@@ -51,6 +52,7 @@ from nsparq.pipeline.write.jdbc import JdbcUpsert, last_batch, options_of
 from nsparq.pipeline.write.parquet_table import ParquetDirectory
 from nsparq.pipeline.write.upsert import Upsert, compute_only
 from nsparq.spark.checkpoint import check_batch, fingerprint
+from nsparq.spark.session.build import has_file_system
 
 if TYPE_CHECKING:
     from nsparq.pipeline.write.delta import DeltaFiles
@@ -86,7 +88,8 @@ class Target:
         self._kept = PipelineJson(pipeline)
 
     def planned(self, batch: int) -> str:
-        """The fingerprint of a batch; see `nsparq.spark.checkpoint`."""
+        """The fingerprint of a batch; see `nsparq.spark.checkpoint`. Every sink calls this before it
+        writes, because it copies a checkpoint that belongs into an object store."""
         return fingerprint(self.checkpoint, batch)
 
     def recall(self, key: str) -> Any:
@@ -233,6 +236,10 @@ def _check_spark_files(spark: SparkSession, path: str, place: str, target: Targe
     """Spark's file sink skips every batch up to the last number in its log, even if the batch is
     another one. So this refuses a checkpoint that is behind that log, because it was deleted or is
     an older copy. Raises PipelineError."""
+    if not (is_local(path) or has_file_system(spark, path)):
+        raise PipelineError(
+            f"{place} Spark has no file system for {path}: add its JAR, such as Hadoop's for S3, or use delta"
+        )
     try:
         last = _last_number(spark, f"{path}/_spark_metadata")
         planned = _last_number(spark, f"{target.checkpoint}/offsets")
@@ -312,8 +319,8 @@ def _(sink: Jdbc, rows: DataFrame, target: Target) -> Writer:
 
     def insert(batch: DataFrame, number: int) -> None:
         nonlocal is_first
+        planned = target.planned(number)
         if sink.batch_column:
-            planned = target.planned(number)
             if is_first:
                 # Only the first batch of a run can be in the table already, and the query is slow.
                 last = last_batch(batch.sparkSession, sink)
@@ -386,6 +393,7 @@ def _save(sink: Format, target: Target) -> OnBatch:
     mode = "overwrite" if target.output_mode == "complete" else "append"
 
     def save(batch: DataFrame, number: int) -> None:
+        target.planned(number)
         writer = batch.write.format(sink.format).options(**sink.options).mode(mode)
         if sink.partition_by:
             writer = writer.partitionBy(*sink.partition_by)
@@ -409,6 +417,7 @@ def _(sink: Python, rows: DataFrame, target: Target) -> Writer:
         ) from error
 
     def call(batch: DataFrame, number: int) -> None:
+        target.planned(number)
         try:
             function(batch, number)
         except Exception as error:

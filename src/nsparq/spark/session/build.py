@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from pyspark.sql import SparkSession
@@ -273,3 +273,16 @@ def _cores(master: str) -> int:
     if given:
         return max(1, int(given[1]))
     return (os.cpu_count() or 1) if "*" in master else 1
+
+
+def has_file_system(spark: SparkSession, url: str) -> bool:
+    """Whether Spark can read and write below a URL: its JAR is there."""
+    jvm: Any = spark._jvm
+    jsc: Any = spark._jsc
+    try:
+        jvm.org.apache.hadoop.fs.FileSystem.getFileSystemClass(
+            url.partition("://")[0], jsc.hadoopConfiguration()
+        )
+    except Exception:  # PySpark converts only some of Java's exceptions
+        return False
+    return True
