@@ -35,6 +35,7 @@
 #define MAX_BLOCK 65535
 #define FEW_HEADERS 16
 #define MAX_NUMBER 21
+#define KNOWN_NAMES 61
 #define READ_AT_ONCE 64
 #define READ_BYTES 4096
 #define SEND_AT_ONCE 64
@@ -287,9 +288,12 @@ encode_mpub(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 }
 
 PyDoc_STRVAR(split_headers_doc,
-"split_headers(lengths, data) -> (lengths, bodies, block_lengths, blocks)\n\n"
+"split_headers(lengths, data) -> (lengths, bodies, block_lengths, blocks, has_numbers)\n\n"
 "Messages that each begin with the size of a header block and the block, as native 32-bit sizes and end to end:\n"
-"their bodies and their blocks in the same form. Stops before a message that breaks a rule.");
+"their bodies and their blocks in the same form, and whether a message has the header nsq-producer. Stops before\n"
+"a message that breaks a rule.");
+
+static const char PRODUCER[] = "nsq-producer";
 
 static unsigned char NAME_CHARACTERS[256];
 
@@ -310,8 +314,14 @@ is_utf8(const unsigned char *p, Py_ssize_t size)
         memcpy(&word, p + i, 8);
         seen |= word;
     }
-    for (; i < size; i++)
-        seen |= p[i];
+    if (size >= 8) {
+        /* The rest, together with bytes that were seen. */
+        memcpy(&word, p + size - 8, 8);
+        seen |= word;
+    }
+    else
+        for (; i < size; i++)
+            seen |= p[i];
     if ((seen & 0x8080808080808080u) == 0)
         return 1;
     PyObject *text = PyUnicode_DecodeUTF8((const char *)p, size, "strict");
@@ -358,21 +368,33 @@ are_names_different(const unsigned char *p, const unsigned char *end, Py_ssize_t
     return result;
 }
 
-/* Whether these bytes are a header block: 1, 0, or -1 with an exception. nsparq.headers has the rules. */
+/* Whether these bytes are a header block: 1, 0, or -1 with an exception. nsparq.headers has the rules. `like` is
+ * NULL, or a block that was checked: messages of a publish mostly have the same names, which need no other check.
+ * Sets `has_numbers` if a name that is new is that of a producer. */
 static int
-check_block(const unsigned char *start, Py_ssize_t size)
+check_block(const unsigned char *start, Py_ssize_t size, const unsigned char *like, Py_ssize_t like_size,
+            int *has_numbers)
 {
-    const unsigned char *p = start, *end = start + size;
+    const unsigned char *p = start, *end = start + size, *like_end = like + like_size;
     Py_ssize_t count = 0;
     for (; p < end; count++) {
         Py_ssize_t name = *p++;
         if (name == 0 || end - p < name + 2)
             return 0;
-        unsigned char is_name = 1;
-        for (Py_ssize_t i = 0; i < name; i++)
-            is_name &= NAME_CHARACTERS[p[i]];
-        if (!is_name)
-            return 0;
+        if (like != NULL && like < like_end && like[0] == name && memcmp(like + 1, p, (size_t)name) == 0) {
+            like += 1 + name;
+            like += 2 + ((Py_ssize_t)like[0] << 8 | like[1]);
+        }
+        else {
+            unsigned char is_name = 1;
+            for (Py_ssize_t i = 0; i < name; i++)
+                is_name &= NAME_CHARACTERS[p[i]];
+            if (!is_name)
+                return 0;
+            if (name == sizeof PRODUCER - 1 && memcmp(p, PRODUCER, sizeof PRODUCER - 1) == 0)
+                *has_numbers = 1;
+            like = NULL;
+        }
         p += name;
         Py_ssize_t value = (Py_ssize_t)p[0] << 8 | p[1];
         p += 2;
@@ -383,7 +405,7 @@ check_block(const unsigned char *start, Py_ssize_t size)
             return is_text;
         p += value;
     }
-    return count > 1 ? are_names_different(start, end, count) : 1;
+    return count > 1 && like == NULL ? are_names_different(start, end, count) : 1;
 }
 
 static PyObject *
@@ -400,7 +422,9 @@ split_headers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     const uint32_t *sizes = lengths.buf;
     const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(args[1]), *p = data;
     const unsigned char *end = data + PyBytes_GET_SIZE(args[1]);
-    Py_ssize_t most = lengths.len / 4, count = 0, bytes_of_blocks = 0, bytes_of_bodies = 0;
+    Py_ssize_t most = lengths.len / 4, count = 0, bytes_of_blocks = 0, bytes_of_bodies = 0, like_size = 0;
+    const unsigned char *like = NULL;
+    int has_numbers = 0;
     for (; count < most; count++) {
         Py_ssize_t size = sizes[count];
         if (size > end - p) {
@@ -411,11 +435,13 @@ split_headers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         /* A body has at least one byte. */
         if (size < 4 || block > MAX_BLOCK || size - 4 <= (Py_ssize_t)block)
             break;
-        int is_valid = check_block(p + 4, block);
+        int is_valid = check_block(p + 4, block, like, like_size, &has_numbers);
         if (is_valid < 0)
             goto done;
         if (!is_valid)
             break;
+        like = p + 4;
+        like_size = block;
         bytes_of_blocks += block;
         bytes_of_bodies += size - 4 - block;
         p += size;
@@ -437,7 +463,7 @@ split_headers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         body += body_size;
         p += sizes[i];
     }
-    result = PyTuple_Pack(4, pieces[0], pieces[1], pieces[2], pieces[3]);
+    result = PyTuple_Pack(5, pieces[0], pieces[1], pieces[2], pieces[3], has_numbers ? Py_True : Py_False);
 done:
     for (int i = 0; i < 4; i++)
         Py_XDECREF(pieces[i]);
@@ -533,6 +559,22 @@ encode_headers(PyObject *module, PyObject *headers)
     return block;
 }
 
+/* A name as a text. Most messages have the same few names: one text for all saves making it and its hash. */
+static PyObject *
+header_name(const unsigned char *name, Py_ssize_t width)
+{
+    static PyObject *known[KNOWN_NAMES];
+    PyObject **place = &known[(width + 5 * name[0] + 3 * name[width - 1]) % KNOWN_NAMES];
+    if (*place == NULL || PyUnicode_GET_LENGTH(*place) != width ||
+        memcmp(PyUnicode_1BYTE_DATA(*place), name, (size_t)width) != 0) {
+        PyObject *made = PyUnicode_DecodeASCII((const char *)name, width, "strict");
+        if (made == NULL)
+            return NULL;
+        Py_XSETREF(*place, made);
+    }
+    return Py_NewRef(*place);
+}
+
 PyDoc_STRVAR(decode_headers_doc,
 "decode_headers(block) -> dict or None\n\n"
 "The headers of a block of bytes. None if a rule is broken.");
@@ -543,7 +585,7 @@ decode_headers(PyObject *module, PyObject *block)
     if (!PyBytes_CheckExact(block))
         Py_RETURN_NONE;
     const unsigned char *p = (const unsigned char *)PyBytes_AS_STRING(block), *end = p + PyBytes_GET_SIZE(block);
-    int is_valid = check_block(p, end - p);
+    int has_numbers, is_valid = check_block(p, end - p, NULL, 0, &has_numbers);
     if (is_valid < 0)
         return NULL;
     if (!is_valid)
@@ -551,7 +593,7 @@ decode_headers(PyObject *module, PyObject *block)
     PyObject *headers = PyDict_New();
     while (headers != NULL && p < end) {
         Py_ssize_t width = p[0], size = (Py_ssize_t)p[1 + width] << 8 | p[2 + width];
-        PyObject *name = PyUnicode_DecodeASCII((const char *)p + 1, width, "strict");
+        PyObject *name = header_name(p + 1, width);
         PyObject *value = PyUnicode_DecodeUTF8((const char *)p + 3 + width, size, "strict");
         if (name == NULL || value == NULL || PyDict_SetItem(headers, name, value))
             Py_CLEAR(headers);

@@ -13,7 +13,7 @@ from typing import Any, Final
 PackMessages = Callable[[bytes, int, int, int], tuple[bytes, bytes, int]]
 TakePublishes = Callable[[bytes, int, bytes, bool, int, int], tuple[list[int], bytes, bytes, int]]
 EncodeMpub = Callable[[bytes, Any], bytes | None]
-SplitHeaders = Callable[["array[int]", bytes], tuple[bytes, bytes, bytes, bytes]]
+SplitHeaders = Callable[["array[int]", bytes], tuple[bytes, bytes, bytes, bytes, bool]]
 EncodeMpubHeaders = Callable[..., bytes | None]
 CountNumbers = Callable[["array[int]", bytes, int, int, bytes], tuple[int, int, int]]
 BuildFrames = Callable[..., tuple[bytes, bytes]]

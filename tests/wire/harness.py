@@ -39,6 +39,8 @@ COMPILED: dict[str, Any] = {
         "encode_headers",
         "decode_headers",
         "encode_mpub_headers",
+        "count_numbers",
+        "encode_singles",
         "build_frames",
         "decode_fins",
         "open_ring",

@@ -85,6 +85,29 @@ def test_both_builds_agree_on_any_bytes(junk: list[bytes], data: st.DataObject |
     assert all(outcome == outcomes[0] for outcome in outcomes)
 
 
+NAMES = st.sampled_from(["a", "b", "aa", "A", "nsq-producer", "nsq-producep"])
+
+
+@given(st.lists(st.lists(st.tuples(NAMES, st.sampled_from(["", "1", "nsq-producer", "\xfc"])), max_size=3)))
+@example([[("a", ""), ("b", "1")], [("a", "1"), ("b", ""), ("a", "")]])
+@example([[("a", ""), ("b", "1")], [("a", "1"), ("a", "1")]])
+@example([[("b", "")], [("b", "1"), ("nsq-producer", "")]])
+def test_names_are_checked_whatever_the_message_before_has(blocks: list[list[tuple[str, str]]]) -> None:
+    messages = [
+        sized(b"".join(header_block({name: value}) for name, value in block)) + b"x" for block in blocks
+    ]
+    valid = [len({name for name, _ in block}) == len(block) and "A" not in dict(block) for block in blocks]
+    accepted = (valid + [False]).index(False)
+    has_numbers = any("nsq-producer" in dict(block) for block in blocks[:accepted])
+    for build in BUILDS:
+        with using(build):
+            found = split_headers(PackedBodies.of(messages))
+            assert len(found) == accepted
+            if found.headers is not None:
+                assert found.headers.has_numbers or not has_numbers
+                assert found.headers.has_numbers == has_numbers or build == "pure" or accepted < len(blocks)
+
+
 @given(st.dictionaries(st.from_regex(r"\A[a-z0-9._-]{1,9}\Z"), st.text(max_size=9), max_size=30))
 def test_what_the_codec_writes_is_accepted(headers: dict[str, str]) -> None:
     block = encode_headers(headers)

@@ -197,7 +197,8 @@ class Publishing:
         topic = self._topic
         if topic.is_exiting:
             raise Exiting
-        if bodies.headers is not None and PRODUCER in bodies.headers.data:
+        headers = bodies.headers
+        if headers is not None and headers.has_numbers and PRODUCER in headers.data:
             bodies, added = begin(topic).without_repeats(bodies)
             self._added += added
         # A repeat waits, too: for the append and the fsync of the original.

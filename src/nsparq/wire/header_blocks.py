@@ -25,9 +25,10 @@ def split_headers(messages: PackedBodies) -> PackedBodies:
     """The bodies of messages, with their header blocks beside them. Stops before the first message
     that breaks a rule."""
     if kernel.split_headers is not None:
-        lengths, data, block_lengths, blocks = kernel.split_headers(messages.lengths, messages.data)
-        bodies = PackedBodies(array("I", lengths), data)
-        return bodies.with_blocks(PackedBodies(array("I", block_lengths), blocks))
+        lengths, data, sizes, joined, has_numbers = kernel.split_headers(messages.lengths, messages.data)
+        bodies, blocks = PackedBodies(array("I", lengths), data), PackedBodies(array("I", sizes), joined)
+        blocks.has_numbers = has_numbers
+        return bodies.with_blocks(blocks)
     pairs = []
     for message in messages[:]:
         try:
