@@ -40,6 +40,14 @@ def operation(method: str, query: dict[str, str]) -> str:
 WRITES = {"PutObject", "UploadPart", "CreateMultipartUpload", "CompleteMultipartUpload"}
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a client that was killed
+            super().handle_error(request, client_address)
+
+
 class S3Front:
     def __init__(self, endpoint: str, port: int = 0) -> None:
         self._target = urlsplit(endpoint).netloc
@@ -71,8 +79,7 @@ class S3Front:
             def log_message(self, format: str, *arguments: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def serve(self) -> None:

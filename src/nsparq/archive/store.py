@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -82,8 +83,15 @@ class Store:
 
     def put(self, key: str, parts: Iterable[bytes]) -> None:
         """Write an object from parts of PART_SIZE bytes; the last one may be shorter."""
+        rest = iter(parts)
+        first = next(rest, b"")
         with self._errors(f"write {key}"):
-            self._api.put(self._store, key, iter(parts), chunk_size=PART_SIZE, max_concurrency=1)
+            if len(first) < PART_SIZE:
+                # One request instead of three.
+                self._api.put(self._store, key, first, use_multipart=False)
+            else:
+                whole = chain([first], rest)
+                self._api.put(self._store, key, whole, chunk_size=PART_SIZE, max_concurrency=1)
         self._sync(key)
 
     def delete(self, keys: Sequence[str]) -> None:
