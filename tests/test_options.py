@@ -89,6 +89,8 @@ OUR_OPTIONS: dict[str, tuple[str, Any]] = {
     "archive-bandwidth": ("archive_bandwidth", 100 << 20),
     "archive-cache-path": ("archive_cache_path", ""),
     "archive-cache-bytes": ("archive_cache_bytes", 1 << 30),
+    "archive-collect-interval": ("archive_collect_interval", 3600.0),
+    "archive-unknown-age": ("archive_unknown_age", 86400.0),
     "transaction-timeout": ("transaction_timeout", 3600.0),
     "transaction-retention": ("transaction_retention", 604800.0),
     "max-staged-bytes": ("max_staged_bytes", 32 << 30),

@@ -90,7 +90,7 @@ def cluster_metrics(directory: Path) -> str:
 
 
 def pipeline_metrics() -> str:
-    figures = Figures("shop", state=State.RUNNING, lag=5, last_batch=time.time())
+    figures = Figures("shop", state=State.RUNNING, lag=5, catch_up_seconds=0.0, last_batch=time.time())
     endpoint = Endpoint("127.0.0.1:0", Status("shop.toml", [figures], time.time()))
     try:
         with urlopen(f"http://{endpoint.address}/metrics", timeout=10) as answer:
@@ -216,6 +216,7 @@ def test_the_dashboard_shows_all_that_is_worth_a_look(exported: dict[str, Metric
         "nsqd_transactions_expired_total",
         "nsqd_transactions_lost_messages_total",  # the alert looks at those that are damaged
         "process_start_time_seconds",
+        "nsparq_pipeline_catch_up_seconds",  # the lag shows how it falls
         "nsparq_pipeline_rows_written_total",
         "nsparq_pipeline_rows_per_second",
         "nsparq_pipeline_batches_total",
