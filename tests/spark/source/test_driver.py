@@ -781,6 +781,8 @@ def test_a_killed_broker_causes_no_loss_and_no_alarm() -> None:
             parts = query.partitions(query._initial, query.offset)
             assert len(parts) < 80
             assert [row["body"] for part in parts for row in query.read(part)] == numbered(40)
+        with Query(nsqd=http_address(broker), channel="e", maxRowsPerTrigger=100) as query:
+            assert query.step() == 40, "a limit that is not reached does not stop at a gap"
 
 
 def test_read_messages_that_a_killed_broker_has_removed_are_no_loss(tmp_path: Path) -> None:
