@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Protocol
 
@@ -75,6 +76,8 @@ class Options:
     kills: int = 20
     seconds: float = 0.0
     """Least time of killing."""
+    most_seconds: float = inf
+    """Longest time of killing, whatever `kills` says."""
     rate: float = 2000.0
     """Messages a second, all publishers together."""
     master: str = "standalone"
@@ -214,12 +217,16 @@ class Run:
     # killing
 
     def _kill_them(self) -> None:
-        deadline = time.monotonic() + self.options.seconds
+        began = time.monotonic()
+        deadline = began + self.options.seconds
         order: list[str] = []
         in_a_hurry = False
         while self.report.kills.total() < self.options.kills or time.monotonic() < deadline:
             if not in_a_hurry:
                 self._await_progress()
+            if time.monotonic() - began > self.options.most_seconds:
+                self.say(f"{clock()} no more time for kills")
+                break
             if not order:
                 order = [*self.options.victims]
                 self.chance.shuffle(order)

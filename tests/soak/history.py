@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -227,6 +229,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--kills", type=int, default=20, metavar="N", help="at least (%(default)s)")
     parser.add_argument(
+        "--minutes", type=float, default=inf, metavar="N", help="of killing, at most (%(default)s)"
+    )
+    parser.add_argument(
         "--rate", type=float, default=1000.0, metavar="N", help="messages a second (%(default)g)"
     )
     parser.add_argument("--master", default="standalone", help="as for exactly_once (%(default)s)")
@@ -251,6 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = Options(
         sinks=("table",),
         kills=given.kills,
+        most_seconds=given.minutes * 60,
         rate=given.rate,
         master=given.master,
         victims=victims,
@@ -261,6 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     directory = given.directory or Path(tempfile.mkdtemp(prefix="nsparq-history-"))
     directory.mkdir(exist_ok=True, parents=True)
     say(f"{options}\nin {directory}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     run = HistoryRun(
         options,
         directory.resolve(),
