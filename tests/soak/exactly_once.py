@@ -2,7 +2,7 @@
 
     python -m tests.soak.exactly_once --kills 20 --sink parquet
     python -m tests.soak.exactly_once --kills 20 --sink topic
-    python -m tests.soak.exactly_once --kills 20 --sink archive
+    python -m tests.soak.exactly_once --kills 20 --sink archive,table
     python -m tests.soak.exactly_once --kills 20 --sink delta-upsert
     python -m tests.soak.exactly_once --kills 20 --sink jdbc,jdbc-upsert --master 'local[2]'
     python -m tests.soak.exactly_once --kills 10 --sink parquet,topic --replicated --victims nsqd
@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.feather
 
-from tests.soak.exactly_once_driver import PIPELINES, SINKS, TIMES, Sink
+from tests.soak.exactly_once_driver import PIPELINES, READY_MADE, SINKS, TIMES, Sink
 from tests.soak.exactly_once_publisher import Publisher
 from tests.soak.exactly_once_report import Report, Result
 from tests.soak.support import (
@@ -159,7 +159,7 @@ class Run:
 
     def _sink(self, name: str) -> Sink:
         result = self.directory / name
-        inside = {"archive": result / "_nsparq" / "checkpoint" / "archive" / "rows"}
+        inside = {kind: result / "_nsparq" / "checkpoint" / kind / "rows" for kind in READY_MADE}
         inside |= {kind: result / kind / "rows" for kind in PIPELINES}
         return Sink(
             kind=name,

@@ -1,6 +1,6 @@
 """The Spark program that is killed: numbered messages from a topic to Parquet files, to a Delta
-table, to another topic, through the ready-made pipeline that archives topics, and through pipelines
-into databases and with upserts.
+table, to another topic, through the ready-made pipelines that archive topics and keep them as a
+table, and through pipelines into databases and with upserts.
 
 python -m tests.soak.exactly_once_driver FILE, with the arguments in FILE (see `Arguments`). A query
 that fails, because a process that it needs was killed, is started again from its checkpoint. When a
@@ -27,14 +27,15 @@ from nsparq.pipeline.write.file_sink import FORMAT
 from nsparq.spark.session.build import build_session, register
 from tests.soak.exactly_once_publisher import DIGITS
 
-SINKS = ("parquet", "delta", "topic", "archive", "table", "delta-upsert", "jdbc", "jdbc-upsert")
+READY_MADE = ("archive", "table")
+SINKS = ("parquet", "delta", "topic", *READY_MADE, "delta-pipeline", "delta-upsert", "jdbc", "jdbc-upsert")
 NUMBER = f"cast(substring(cast(body as string), 1, {DIGITS}) as long) number"
 
 
 TIMES = "times"
 """How often an upsert has counted a number."""
 PIPELINES = {
-    "table": 'delta = "{result}/table"',
+    "delta-pipeline": 'delta = "{result}/table"',
     "delta-upsert": 'delta = "{result}/table", key = ["number"]',
     "jdbc": 'jdbc = "{url}", table = "numbers", batch_column = "batch"',
     "jdbc-upsert": 'jdbc = "{url}", table = "numbers", key = ["number"]',
@@ -80,8 +81,8 @@ class Arguments:
     """A file: each failure of a query is a line of it."""
     source: str = ""
     """More keys of a pipeline's source, as TOML that begins with a comma."""
-    table: str = ""
-    """The same of the sink `table`."""
+    delta: str = ""
+    """The same of the sink `delta-pipeline`."""
 
 
 class Program:
@@ -102,12 +103,15 @@ class Program:
         if not self._is_over.is_set():
             raise SystemExit("a query cannot be started")
         for sink in sinks:
-            if sink.kind in ("table", "delta-upsert"):
+            if sink.kind in ("delta-pipeline", "delta-upsert"):
                 save(deltalake.DeltaTable(f"{sink.result}/table").to_pyarrow_table(), Path(sink.numbers))
             elif sink.kind in PIPELINES:
                 save(spark.read.jdbc(database(sink), "numbers").toArrow(), Path(sink.numbers))
             elif sink.kind == "delta":
                 save(deltalake.DeltaTable(sink.result).to_pyarrow_table(), Path(sink.numbers))
+            elif sink.kind == "table":
+                files = deltalake.DeltaTable(sink.result).file_uris()
+                save_numbers(spark.read.parquet(*files), Path(sink.numbers), True)
             elif sink.kind != "topic":
                 save_numbers(spark.read.parquet(sink.result), Path(sink.numbers), sink.kind == "archive")
         spark.stop()
@@ -118,8 +122,8 @@ class Program:
 
     def _serve(self, spark: SparkSession, sink: Sink) -> None:
         register(spark)
-        if sink.kind == "archive":
-            self._archive(spark, sink)
+        if sink.kind in READY_MADE:
+            self._ready_made(spark, sink)
         elif sink.kind in PIPELINES:
             self._pipeline(spark, sink)
         else:
@@ -163,14 +167,20 @@ class Program:
             )
         return writer.option("checkpointLocation", sink.checkpoint).start()
 
-    def _archive(self, spark: SparkSession, sink: Sink) -> None:
+    def _ready_made(self, spark: SparkSession, sink: Sink) -> None:
         from nsparq.pipeline.file import ready_made
 
         arguments = self._arguments
         topics = ready_made.Topics(nsq={"nsqlookupd": [arguments.lookupd]}, topics=[arguments.topic])
         output = Path(sink.result)
-        text = ready_made.archive(topics, output, trigger="500ms", compact=4, channel=sink.channel)
-        self._run(spark, sink, text, output / "archive.toml")
+        if sink.kind == "archive":
+            text = ready_made.archive(topics, output, trigger="500ms", compact=4, channel=sink.channel)
+        else:
+            checkpoint = f"{output}/_nsparq/checkpoint"
+            text = ready_made.table(
+                topics, str(output), checkpoint, trigger="500ms", compact=4, channel=sink.channel
+            )
+        self._run(spark, sink, text, output / f"{sink.kind}.toml")
 
     def _pipeline(self, spark: SparkSession, sink: Sink) -> None:
         arguments, is_upsert = self._arguments, sink.kind.endswith("-upsert")
@@ -183,10 +193,10 @@ class Program:
             max_rows=arguments.max_rows,
             columns=f"{NUMBER}, " + (f"count(*) AS {TIMES}" if is_upsert else "_node node, _offset `offset`"),
             grouping=" GROUP BY 1" if is_upsert else "",
-            mode="append" if sink.kind == "table" else "update",
+            mode="append" if sink.kind == "delta-pipeline" else "update",
             source=arguments.source,
             sink=PIPELINES[sink.kind].format(result=sink.result, url=database(sink)),
-            more=arguments.table if sink.kind == "table" else "",
+            more=arguments.delta if sink.kind == "delta-pipeline" else "",
         )
         self._run(spark, sink, text, Path(sink.result) / "pipeline.toml")
 

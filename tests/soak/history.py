@@ -127,7 +127,7 @@ class HistoryRun(Run):
 
     def _keys(self) -> dict[str, str]:
         compact = f", compact = {self._compact}" if self._compact else ""
-        return {"source": f', archive = "{URL}"', "table": compact}
+        return {"source": f', archive = "{URL}"', "delta": compact}
 
     def _publishers(self) -> list[Publisher]:
         self._forgetting.start()
@@ -254,7 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.master.startswith("local["):
         victims = tuple(name for name in victims if name != "executor")
     options = Options(
-        sinks=("table",),
+        sinks=("delta-pipeline",),
         kills=given.kills,
         most_seconds=given.minutes * 60,
         rate=given.rate,

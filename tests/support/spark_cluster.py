@@ -26,10 +26,15 @@ STARTING = re.compile(r"Starting Spark master at (spark://\S+)")
 
 
 class SparkCluster:
-    """A session on it gets this many `executors`: processes with one core each."""
+    """A session on it gets this many `executors`: processes with one core each. With several
+    `workers`, each has as many. `hidden` is a directory that workers and executors see empty, as if
+    they were on other machines; that needs root."""
 
-    def __init__(self, directory: Path, *, executors: int = 2) -> None:
+    def __init__(
+        self, directory: Path, *, executors: int = 2, workers: int = 1, hidden: Path | None = None
+    ) -> None:
         self.directory = directory
+        self._workers, self._hidden = workers, hidden
         self.url = ""
         self.conf = {
             **FAST,
@@ -45,7 +50,9 @@ class SparkCluster:
             master = self._start("master", MASTER, "--port", "0", "--webui-port", "0")
             self.url = wait_until(lambda: self._said(master, STARTING), 40, what=master)
             limits = ("--cores", f"{self._count}", "--memory", f"{self._count}g", "--webui-port", "0")
-            self._start("worker", WORKER, *limits, "--work-dir", str(self.directory / "work"), self.url)
+            for number in range(self._workers):
+                work = self.directory / (f"work-{number}" if number else "work")
+                self._start(work.name, WORKER, *limits, "--work-dir", str(work), self.url)
         except BaseException:
             self.close()
             raise
@@ -83,7 +90,7 @@ class SparkCluster:
     def logs(self) -> str:
         return "\n".join(
             f"== {path.relative_to(self.directory)}\n{path.read_text(errors='replace')[-4000:]}"
-            for pattern in ("*.log", "work/*/*/stderr")
+            for pattern in ("*.log", "work*/*/*/stderr")
             for path in sorted(self.directory.glob(pattern))
         )
 
@@ -98,6 +105,9 @@ class SparkCluster:
         }
         log = self.directory / f"{name}.log"
         words = [f"{spark['SPARK_HOME']}/bin/spark-class", command[0], "--host", "127.0.0.1", *command[1:]]
+        if self._hidden is not None and command[0] == WORKER:
+            hide = 'mount -t tmpfs none "$1" && shift && exec "$@"'
+            words = ["unshare", "--mount", "sh", "-c", hide, "sh", str(self._hidden), *words]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 words, env=variables, cwd=self.directory, stdout=output, stderr=subprocess.STDOUT

@@ -43,10 +43,6 @@ class PipelineJson:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._path = Path(pipeline.checkpoint) / NAME
-        if pipeline.checkpoint.startswith(SCHEMES):
-            self._store: CheckpointStore | None = CheckpointStore(pipeline.checkpoint)
-        else:
-            self._store = mirror_of(Path(pipeline.checkpoint))
 
     def get(self, key: str) -> Any:
         """None if the key was never put. Raises PipelineError."""
@@ -59,8 +55,8 @@ class PipelineJson:
             raise Abandoned
         with _writing:
             content = {"format": FORMAT} | self._read() | {key: value}
-            if self._store is not None:
-                self._store.keep(content)
+            if (store := self._store()) is not None:
+                store.keep(content)
                 return
             try:
                 write_json(self._path, content)
@@ -78,9 +74,15 @@ class PipelineJson:
     def _place(self) -> str:
         return f"[pipeline.{self._pipeline.name}] checkpoint:"
 
+    def _store(self) -> CheckpointStore | None:
+        checkpoint = self._pipeline.checkpoint
+        if checkpoint.startswith(SCHEMES):
+            return CheckpointStore(checkpoint)
+        return mirror_of(Path(checkpoint))
+
     def _read(self) -> dict[str, Any]:
-        if self._store is not None:
-            kept = self._store.read()
+        if (store := self._store()) is not None:
+            kept = store.read()
             self._check(kept)
             return kept
         if not is_local(self._pipeline.checkpoint):

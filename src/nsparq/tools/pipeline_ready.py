@@ -55,7 +55,7 @@ background.
 
   nsparq pipeline table --topic=orders tables/orders
   nsparq pipeline table --topic=orders --schema='number BIGINT, price DOUBLE' --dead-letters=orders.dead \\
-      --checkpoint=checkpoints/orders s3://lake/orders
+      s3://lake/orders
 """
 COMPACT: Final = """\
 Joins the small files of an archive, of a Parquet sink or of a Delta table. With --retention it removes

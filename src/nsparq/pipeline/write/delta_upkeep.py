@@ -286,7 +286,7 @@ class Upkeep:
     def __init__(self, file: PipelineFile) -> None:
         sinks = [output.sink for one in file.pipelines for output in one.outputs]
         self._tables = [
-            Tended(one.path, one.storage_options, one.compact, one.retention)
+            Tended(one.path, one.storage_options, one.compact and max(2, one.compact), one.retention)
             for one in sinks
             if isinstance(one, Delta) and (one.compact or one.retention)
         ]
