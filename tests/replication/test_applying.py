@@ -17,6 +17,7 @@ from nsparq.replication.mark import MARK
 from nsparq.replication.recording import PrimaryFiles
 from nsparq.replication.snapshot import Snapshot, remove_left_links
 from nsparq.storage.files import Buffer, Files
+from nsparq.storage.segment import Segment
 from tests.broker.rig import Clock
 from tests.faults.power_cut import DURABILITIES, Life, QuickFiles, compare, drop
 
@@ -125,6 +126,22 @@ def test_snapshots_do_not_meet_and_a_later_run_removes_what_was_left(directory: 
     remove_left_links(life.path)
     assert content(directory / "follower") == content(life.path)
     drop(life.broker)
+
+
+def test_zeros_ahead_of_a_segment_are_on_both_sides_and_are_not_sent(directory: Path) -> None:
+    path = directory / "primary"
+    path.mkdir()
+    files = Primary(path, Clock())
+    segment = Segment(files, path, 1)
+    for number in range(50):
+        segment.append([b"head", bytes([number]) * 40_000], 40_004)
+    follow(files.changes, directory / "follower")
+    assert content(directory / "follower") == content(path)
+    assert files.size(segment.fd) > segment.size
+    assert sum(len(change.encode()) for change in files.changes) < segment.size + 5_000
+    segment.release()
+    follow(files.changes, directory / "later")
+    assert content(directory / "later") == content(path)
 
 
 def test_a_failed_write_leaves_the_same_bytes_on_both_sides(

@@ -18,7 +18,7 @@ from nsparq.replication.changes import BadChange, Change, Kind
 from nsparq.replication.joining import Joining
 from nsparq.replication.recording import IN_ORDER
 from nsparq.replication.syncing import Sync
-from nsparq.storage.files import Files, Work
+from nsparq.storage.files import Files, Work, zeros
 
 
 class Applier:
@@ -72,6 +72,9 @@ class Applier:
 
     def _apply_write(self, change: Change) -> None:
         self._files.write(self._fd(change), [change.data, *change.more], change.number)
+
+    def _apply_zeros(self, change: Change) -> None:
+        self._files.write(self._fd(change), zeros(change.size), change.number)
 
     def _apply_truncate(self, change: Change) -> None:
         self._files.truncate(self._fd(change), change.number)

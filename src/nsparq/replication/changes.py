@@ -20,6 +20,7 @@ from nsparq.errors import NsparqError
 from nsparq.storage.files import Buffer
 
 _HEAD: Final = struct.Struct("<IBIQ")
+_SIZE: Final = struct.Struct("<Q")
 MAX_DATA: Final = 256 << 20
 """More than any change has. A larger size is no record."""
 
@@ -40,6 +41,7 @@ class Kind(IntEnum):
     ALLOCATE = 11  # number: size, data: name
     SYNC_NAMED = 12  # number: as SYNC, data: name
     KEEP = 13  # number: bytes, data: name. Of a snapshot: keep this beginning of a file
+    ZEROS = 14  # file, number: position, data: how many zeros to write, 8 bytes
 
 
 _KINDS: Final = {int(kind): kind for kind in Kind}
@@ -66,6 +68,17 @@ class Change(NamedTuple):
     def rename(cls, source: str, target: str) -> Change:
         first = source.encode()
         return cls(Kind.RENAME, 0, len(first), first + target.encode())
+
+    @classmethod
+    def zeros(cls, file: int, position: int, size: int) -> Change:
+        return cls(Kind.ZEROS, file, position, _SIZE.pack(size))
+
+    @property
+    def size(self) -> int:
+        """Of ZEROS."""
+        if len(self.data) != _SIZE.size or (size := _SIZE.unpack(self.data)[0]) > MAX_DATA:
+            raise BadChange("a bad number of zeros")
+        return int(size)
 
     @property
     def name(self) -> str:

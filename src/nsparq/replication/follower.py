@@ -262,7 +262,7 @@ class Follower:
         if self._is_busy or frame.kind is not FrameKind.CHANGES or len(frame.data) > _AT_ONCE:
             return False
         changes = [*decode_changes(frame.rest)]
-        if any(change.kind is not Kind.WRITE for change in changes):
+        if any(change.kind not in (Kind.WRITE, Kind.ZEROS) for change in changes):
             return False
         # A thread of an earlier connection may still be at work.
         if not self._lock.acquire(blocking=False):

@@ -24,7 +24,7 @@ from crc32c import crc32c
 from nsparq.errors import NsparqError
 from nsparq.storage.files import Buffer
 
-VERSION: Final = 3
+VERSION: Final = 4
 PING_S: Final = 1.0
 """How often both sides show that they are alive."""
 SILENCE_S: Final = 5.0

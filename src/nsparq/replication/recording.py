@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from nsparq.replication.changes import Change, Kind
-from nsparq.storage.files import Buffer, Files
+from nsparq.storage.files import Buffer, Files, count_zeros
 
 Record = Callable[[Change], int]
 """Takes the next change, and gives its number. Several threads call it, one at a time."""
@@ -30,8 +30,6 @@ IN_ORDER: Final = 1
 
 class PrimaryFiles(Files):
     """Files of the data path `root`. Changes outside of it are not recorded."""
-
-    grows_ahead = False
 
     def __init__(self, root: Path, record: Record) -> None:
         super().__init__()
@@ -119,9 +117,14 @@ class PrimaryFiles(Files):
     def _record_write(self, fd: int, buffers: Sequence[Buffer], position: int) -> None:
         number = self._numbers.get(fd)
         if number is not None:
-            # What may change is copied.
-            first, *more = [one if type(one) is bytes else bytes(one) for one in buffers]
+            # What may change is copied, and zeros for what comes later are not sent.
+            count = count_zeros(buffers)
+            content = buffers[: len(buffers) - count] if count else buffers
+            first, *more = [one if type(one) is bytes else bytes(one) for one in content]
             self._record(Change(Kind.WRITE, number, position, first, tuple(more)))
+            if count:
+                behind = position + sum(map(len, content))
+                self._record(Change.zeros(number, behind, sum(map(len, buffers[-count:]))))
 
     def truncate(self, fd: int, size: int) -> None:
         with self._lock:

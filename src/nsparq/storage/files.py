@@ -42,6 +42,9 @@ RunEach = Callable[[Sequence[Work]], None]
 _MAX_BUFFERS = 512
 """Below the system's limit for one vectored write."""
 
+_ZEROS = memoryview(bytes(16 << 10))
+"""Short, so that they stay in the processor's cache."""
+
 _MAX_VERSIONS = 4
 _SMALL = 16 << 10
 """A file of versions is rewritten when it exceeds both this size and so many versions."""
@@ -56,6 +59,22 @@ class _Written(NamedTuple):
     """Start of its last version; -1 for a file without versions."""
 
 
+def zeros(size: int) -> list[Buffer]:
+    """So many zeros. count_zeros() knows them without a look at their bytes."""
+    whole, rest = divmod(size, len(_ZEROS))
+    return [*[_ZEROS] * whole, _ZEROS[:rest]]
+
+
+def count_zeros(buffers: Sequence[Buffer]) -> int:
+    """How many of the last buffers are from zeros()."""
+    count = 0
+    for buffer in reversed(buffers):
+        if type(buffer) is not memoryview or buffer.obj is not _ZEROS.obj:
+            break
+        count += 1
+    return count
+
+
 def run_one_by_one(works: Sequence[Work]) -> None:
     for work in works:
         work()
@@ -66,9 +85,6 @@ class Files:
 
     It has more than 30 methods: one for each system call, and the pending syncs behind them.
     """
-
-    grows_ahead = True
-    """Whether a busy segment grows in steps that are filled with zeros: see storage.segment."""
 
     def __init__(self) -> None:
         self._scratch = bytearray(256 << 10)

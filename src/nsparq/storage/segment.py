@@ -22,7 +22,7 @@ from nsparq.storage.batch import (
     decode_head,
     decode_lengths,
 )
-from nsparq.storage.files import Buffer, Files
+from nsparq.storage.files import Buffer, Files, zeros
 from nsparq.storage.log_range import LogRange, SharedReader
 from nsparq.storage.manifest import SegmentEntry
 from nsparq.storage.recovery import Damage, end_of_damage, scan
@@ -43,8 +43,6 @@ COPY_SUFFIX: Final = ".log.copy"
 """Suffix of a segment's copy while it is written."""
 FOREIGN_SUFFIX: Final = ".log.foreign"
 """Suffix of a file that was found in the place of a segment and belongs to another log."""
-_ZEROS: Buffer = memoryview(bytes(16 << 10))
-"""Short, so that they stay in the processor's cache."""
 
 
 class Cold(Exception):
@@ -98,7 +96,7 @@ class Segment:
         """Whether a failed write left bytes after `size`."""
         self._prepared = 0
         """Size of the file with the zeros after `size`; 0 if there are none."""
-        self._may_prepare = files.grows_ahead
+        self._may_prepare = True
         self.damage: dict[int, int] = {}
         """Start and end of unreadable bytes."""
 
@@ -112,7 +110,7 @@ class Segment:
         room = 0
         if end > self._prepared and self.size >= PREPARE_FROM and self._may_prepare:
             room = -end % PREPARE_SIZE
-        written = buffers + _zeros(room) if room else buffers
+        written = buffers + zeros(room) if room else buffers
         try:
             self.files.write(self._fd if self._fd >= 0 else self.fd, written, self.size)
         except OSError:
@@ -429,8 +427,3 @@ class Segment:
         known = None if expected < 0 else expected
         self.damage[position] = end_of_damage(self._read_at, position, self.size, known)
         return CorruptBatch(self.path, position, reason)
-
-
-def _zeros(size: int) -> list[Buffer]:
-    whole, rest = divmod(size, len(_ZEROS))
-    return [_ZEROS] * whole + [_ZEROS[:rest]]
