@@ -18,6 +18,8 @@ import uvloop
 from nsparq.broker.broker import Broker
 from nsparq.options import NsqdOptions
 from nsparq.replication.acknowledging import Fenced
+from nsparq.replication.changes import Change, Kind
+from nsparq.replication.feed import Feed
 from nsparq.replication.follower import Follower, Refused
 from nsparq.replication.frames import BadFrame, Frame, FrameKind, FrameReader, send_frame
 from nsparq.replication.link import Link
@@ -462,6 +464,27 @@ def test_a_frame_in_pieces_is_whole_again() -> None:
         reader = FrameReader()
         pieces = [data[start : start + size] for start in range(0, len(data), size)]
         assert [frame for piece in pieces for frame in reader.feed(piece)] == frames
+
+
+def test_changes_stay_in_memory_until_every_follower_has_them() -> None:
+    feed = Feed(lambda: None, kept_bytes=1000)
+
+    def record() -> None:
+        feed.record(Change(Kind.WRITE, 1, 0, b"x" * 100))
+        feed.flush()
+
+    for _ in range(4):
+        record()
+    feed.confirmed("b", 1)
+    feed.confirmed("c", 4)
+    assert feed.since(0) is None
+    assert [block.first for block in feed.since(1) or []] == [1, 2, 3]
+    # Then b is lost. What it needs stays for as long as there is room.
+    for number in range(5, 20):
+        record()
+        feed.confirmed("c", number)
+    assert feed.since(1) is None
+    assert feed.since(18) is None and feed.since(19) == []
 
 
 def test_a_frame_does_not_overtake_one_that_waits() -> None:

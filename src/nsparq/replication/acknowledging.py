@@ -63,10 +63,16 @@ class Acknowledging:
         """Ids of the copies of these nodes. Whose copy is needed keeps its id."""
         self._caught_up: set[str] = set()
         """Followers that are in the set, or are about to be."""
-        self._acknowledged = NOTHING
+        self._acknowledged = self._acknowledged_syncs = 0
         """Changes and syncs that were acknowledged, or may have been."""
         self._waiting: deque[tuple[int, Done]] = deque()
         self._awaited_syncs: list[tuple[int, Done]] = []
+        self._required = self._find_required()
+        """Followers that may take over, and must confirm."""
+        self._is_settled = False
+        """Whether the set stays as it is, whatever is confirmed."""
+        self._safe = 0
+        """Changes that were safe when that was looked at last."""
 
     # changes
 
@@ -77,7 +83,8 @@ class Acknowledging:
     def when_safe(self, done: Done) -> None:
         """Call `done` once all changes so far are safe."""
         self._waiting.append((self._recorded, done))
-        self._acknowledge()
+        if self._recorded <= self._safe or not self._required or self._error is not None:
+            self._acknowledge()
 
     def when_synced(self, number: int, done: Done) -> None:
         """Call `done` once all syncs among the first `number` changes are made everywhere."""
@@ -97,11 +104,13 @@ class Acknowledging:
     @property
     def safe(self) -> Progress:
         """What every node that may take over has confirmed."""
-        progress = [self._confirmed.get(name, NOTHING) for name in self._required()]
+        progress = [self._confirmed.get(name, NOTHING) for name in self._required]
+        if len(progress) == 1:
+            return progress[0]
         made = min([one.made for one in progress], default=self._recorded)
         return Progress(made, min([one.synced for one in progress], default=self._recorded))
 
-    def _required(self) -> frozenset[str]:
+    def _find_required(self) -> frozenset[str]:
         names = self.membership.in_sync | self._caught_up
         if self._wanted is not None:
             names |= self._wanted.in_sync
@@ -110,7 +119,7 @@ class Acknowledging:
     def may_take_over(self, name: str) -> bool:
         """Whether the node is in the set, or may be. Its data path is needed then, even if it is
         behind."""
-        return name in self._required()
+        return name in self._required
 
     def needs_other_copy(self, name: str, copy: str) -> bool:
         """Whether this node may take over with another copy than this one."""
@@ -124,17 +133,16 @@ class Acknowledging:
             for _, done in waiting:
                 done(self._error)
             return
-        safe = self.safe
-        while self._waiting and self._waiting[0][0] <= safe.made:
-            number, done = self._waiting.popleft()
-            self._acknowledged = self._acknowledged._replace(made=number)
+        made, synced = self.safe
+        self._safe = made
+        while self._waiting and self._waiting[0][0] <= made:
+            self._acknowledged, done = self._waiting.popleft()
             done(None)
         if self._awaited_syncs:
-            made = [one for one in self._awaited_syncs if one[0] <= safe.synced]
-            self._awaited_syncs = [one for one in self._awaited_syncs if one[0] > safe.synced]
-            for number, done in made:
-                synced = max(number, self._acknowledged.synced)
-                self._acknowledged = self._acknowledged._replace(synced=synced)
+            ended = [one for one in self._awaited_syncs if one[0] <= synced]
+            self._awaited_syncs = [one for one in self._awaited_syncs if one[0] > synced]
+            for number, done in ended:
+                self._acknowledged_syncs = max(number, self._acknowledged_syncs)
                 done(None)
 
     def progress_of(self, name: str) -> Progress:
@@ -151,7 +159,10 @@ class Acknowledging:
     def confirmed(self, name: str, progress: Progress) -> None:
         """A follower has got so far."""
         self._confirmed[name] = progress
-        self._adjust()
+        if self._is_settled:
+            self._acknowledge()
+        else:
+            self._adjust()
 
     def caught_up(self, name: str, copy: str, progress: Progress) -> None:
         """A follower with this copy has got so far, and follows from there on."""
@@ -175,12 +186,13 @@ class Acknowledging:
         if self._wanted is None and self._error is None and should_be != self.membership.in_sync:
             self._wanted = self.membership.with_copies({name: self._copies[name] for name in should_be})
             self._change_set(self._wanted)
+        self._required = self._find_required()
+        self._is_settled = self._caught_up | {self.membership.primary} == self.membership.in_sync
         self._acknowledge()
 
     def _has_all(self, progress: Progress) -> bool:
         """Whether a follower has everything that was acknowledged."""
-        acknowledged = self._acknowledged
-        return progress.made >= acknowledged.made and progress.synced >= acknowledged.synced
+        return progress.made >= self._acknowledged and progress.synced >= self._acknowledged_syncs
 
     def set_changed(self) -> None:
         """The coordinator has the record that was asked for."""

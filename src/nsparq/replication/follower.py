@@ -20,6 +20,7 @@ from nsparq.replication.frames import (
     BadFrame,
     Frame,
     FrameKind,
+    encode_confirm,
     proof,
     send_frame,
     send_pings,
@@ -276,11 +277,12 @@ class Follower:
 
     def _confirm(self) -> None:
         made = self.number
-        if self._applier is not None:
-            self._syncing.add(self._applier.take_syncs())
+        if self._applier is not None and (syncs := self._applier.take_syncs()):
+            self._syncing.add(syncs)
         if self._link is not None and self.is_complete and self._sync_error is None:
             synced = min(made, self._syncing.before)
-            send_frame(self._link, Frame.of_numbers(FrameKind.CONFIRM, made, synced))
+            if not self._link.is_closing():
+                self._link.write(encode_confirm(made, synced))
 
     def _apply(self, data: Buffer, first: int = 0, *, is_snapshot: bool = False) -> None:
         self._make([*decode_changes(data)], first, is_snapshot=is_snapshot)

@@ -37,6 +37,10 @@ MAX_GREETING: Final = 64 << 10
 _HEAD: Final = struct.Struct(">II")
 _NUMBER: Final = struct.Struct(">Q")
 _NUMBERS: Final = struct.Struct(">QQ")
+_CHANGES: Final = struct.Struct(">BQ")
+"""How the content of a CHANGES frame begins."""
+_CONFIRM: Final = struct.Struct(">BQQ")
+"""The content of a CONFIRM frame."""
 
 
 class FrameKind(IntEnum):
@@ -63,15 +67,12 @@ class Frame(NamedTuple):
     """A view of what was received, in a frame that was."""
 
     def encode(self) -> bytes:
-        return b"".join(_encode(self.kind, [self.data]))
+        kind = bytes((self.kind,))
+        return b"".join([_HEAD.pack(1 + len(self.data), crc32c(self.data, crc32c(kind))), kind, self.data])
 
     @classmethod
     def of_number(cls, kind: FrameKind, number: int, data: bytes = b"") -> Frame:
         return cls(kind, _NUMBER.pack(number) + data)
-
-    @classmethod
-    def of_numbers(cls, kind: FrameKind, first: int, second: int) -> Frame:
-        return cls(kind, _NUMBERS.pack(first, second))
 
     @classmethod
     def of_fields(cls, kind: FrameKind, fields: dict[str, Any]) -> Frame:
@@ -110,13 +111,20 @@ class Frame(NamedTuple):
             raise BadFrame(f"{self.kind.name} cannot be understood") from error
 
 
-def _encode(kind: FrameKind, pieces: Sequence[Buffer]) -> list[Buffer]:
-    """A frame whose data is in pieces, as pieces."""
-    crc, size = crc32c(bytes((kind,))), 1
+def encode_confirm(made: int, synced: int) -> bytes:
+    """A CONFIRM frame. There is one for each turn of a busy primary."""
+    content = _CONFIRM.pack(FrameKind.CONFIRM, made, synced)
+    return _HEAD.pack(len(content), crc32c(content)) + content
+
+
+def encode_changes(first: int, pieces: Sequence[Buffer]) -> tuple[list[Buffer], int]:
+    """A CHANGES frame, in pieces, without a copy of the changes; and its size."""
+    head = _CHANGES.pack(FrameKind.CHANGES, first)
+    crc, size = crc32c(head), len(head)
     for piece in pieces:
         crc = crc32c(piece, crc)
         size += len(piece)
-    return [_HEAD.pack(size, crc) + bytes((kind,)), *pieces]
+    return [_HEAD.pack(size, crc) + head, *pieces], _HEAD.size + size
 
 
 class FrameReader:
@@ -166,7 +174,6 @@ class Writer(Protocol):
 
     def is_closing(self) -> bool: ...
     def write(self, data: bytes) -> None: ...
-    def writelines(self, data: Sequence[Buffer]) -> None: ...
 
 
 def send_frame(writer: Writer, frame: Frame) -> None:
@@ -174,12 +181,6 @@ def send_frame(writer: Writer, frame: Frame) -> None:
     RuntimeError."""
     if not writer.is_closing():
         writer.write(frame.encode())
-
-
-def send_changes(writer: Writer, first: int, pieces: Sequence[Buffer]) -> None:
-    """The same for a CHANGES frame, without a copy of the changes."""
-    if not writer.is_closing():
-        writer.writelines(_encode(FrameKind.CHANGES, [_NUMBER.pack(first), *pieces]))
 
 
 async def send_pings(writer: Writer) -> None:

@@ -23,7 +23,6 @@ from nsparq.replication.frames import (
     Frame,
     FrameKind,
     proof,
-    send_changes,
     send_frame,
     send_pings,
 )
@@ -236,6 +235,7 @@ class Primary:
                     self.acknowledging.caught_up(follower.name, follower.copy, progress)
                 elif is_caught_up:
                     self.acknowledging.confirmed(follower.name, progress)
+                self._feed.confirmed(follower.name, progress.made)
             elif frame.kind is not FrameKind.PING:
                 return False
             elif min(progress) >= (follower.position or 0):
@@ -263,6 +263,7 @@ class Primary:
             snapshot = Snapshot(self.files, self._root, open_files)
         # From here on the follower gets all changes, too.
         follower.position = self._feed.end
+        self._feed.confirmed(follower.name, follower.position)
         link = follower.link
         send_frame(link, Frame.of_number(FrameKind.JOINING, follower.position))
         logger.info("REPLICATION: sending a snapshot to %s", follower)
@@ -334,7 +335,7 @@ class _Follower:
             self.end("it is too far behind")
             return
         for block in blocks:
-            send_changes(self.link, block.first, block.pieces)
+            self.link.writelines(block.frame)
             self.position = block.end
 
     def end(self, reason: str) -> None:

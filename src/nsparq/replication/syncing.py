@@ -49,6 +49,8 @@ class Syncing:
     def before(self) -> int:
         """The syncs of this many changes are made; more than there are, if nothing is left to
         sync."""
+        if not self._running and not self._waiting:
+            return sys.maxsize
         first = [sync.number for sync in islice(self._waiting.values(), 1)]
         return min([*self._running.values(), *first], default=sys.maxsize) - 1
 
