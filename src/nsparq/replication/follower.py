@@ -27,7 +27,7 @@ from nsparq.replication.frames import (
 )
 from nsparq.replication.joining import Joining, WaitingChanges, inventory
 from nsparq.replication.link import Link
-from nsparq.replication.mark import MARK, Mark, read_mark, write_mark
+from nsparq.replication.mark import MARK, UNKNOWN, Mark, read_mark, write_mark
 from nsparq.replication.snapshot import remove_left_links
 from nsparq.replication.syncing import Syncing
 from nsparq.replication.tail import set_tail_aside
@@ -177,8 +177,9 @@ class Follower:
             self._close()
             self.is_complete = False
             mark, names = read_mark(self._files, self._root), self._files.list_directory(self._root)
-            # A crash may have left a part of the first mark.
-            if {*names} - {f"{MARK}.tmp"} and (mark is None or mark.cluster != self._cluster):
+            # A crash may have left a part of the first mark, or this node may have tried to be the first.
+            own = {f"{MARK}.tmp"} if mark is None or mark.cluster != UNKNOWN else {f"{MARK}.tmp", MARK}
+            if {*names} - own and (mark is None or mark.cluster != self._cluster):
                 raise ForeignData(self._root, self._cluster)
             remove_left_links(self._root)
             was_primary = mark is not None and mark.was_primary

@@ -27,7 +27,7 @@ from nsparq.replication.changes import BadChange
 from nsparq.replication.coordinator import Coordinator, Found, NoAnswer, State
 from nsparq.replication.follower import Follower, ForeignData, Refused
 from nsparq.replication.frames import BadFrame
-from nsparq.replication.mark import Mark, new_copy_id, read_mark, write_mark
+from nsparq.replication.mark import UNKNOWN, Mark, new_copy_id, read_mark, write_mark
 from nsparq.replication.membership import Membership
 from nsparq.replication.primary import SNAPSHOT_RATE, Primary
 from nsparq.replication.tls import NodeTls
@@ -211,7 +211,7 @@ class Node:
         if membership.epoch == epoch and monotonic() < until and membership.in_sync - {name}:
             return False
         mark = read_mark(self._files, self.settings.root)
-        if mark is None or not mark.is_complete or mark.cluster != self.settings.cluster:
+        if mark is None or not mark.is_complete or mark.cluster not in (self.settings.cluster, UNKNOWN):
             self._show(
                 f"cannot take over: the record says that {name!r} has a copy, but there is none in "
                 f"{self.settings.root}",
@@ -232,7 +232,9 @@ class Node:
         settings, name = self.settings, self.settings.name
         before, version = state.found or (None, 0)
         copy, mark = new_copy_id(), read_mark(self._files, settings.root)
-        if mark is not None and mark.cluster == settings.cluster:
+        if mark is None and before is None:
+            mark = Mark(UNKNOWN, True)
+        if mark is not None and mark.cluster in (settings.cluster, UNKNOWN):
             # The record may get the new id although no answer comes.
             write_mark(self._files, settings.root, mark._replace(copies=(*mark.copies, copy)))
         wanted = Membership(1, name, {name: copy}) if before is None else before.taken_over_by(name, copy)
