@@ -14,7 +14,7 @@ pytest.importorskip("moto")
 from nsparq.archive.store import Store
 from nsparq.errors import ArchiveUnavailable, NsparqError
 from nsparq.spark.checkpoint import fingerprint
-from nsparq.spark.checkpoint_store import KEEP, NAME, CheckpointStore, CheckpointTaken
+from nsparq.spark.checkpoint_store import KEEP, NAME, PREFIX, CheckpointStore, CheckpointTaken
 from tests.support.s3 import run_s3
 
 pytestmark = pytest.mark.allow_leftovers("obstore has threads with sockets, which stay")
@@ -108,6 +108,15 @@ def test_one_of_two_drivers_is_refused(tmp_path: Path) -> None:
         first.plan(1, "by the first")
     # The same again is no conflict: the answer may have been lost.
     second.plan(1, "")
+
+
+def test_a_directory_that_was_cleaned_up_is_noticed(tmp_path: Path) -> None:
+    home = tmp_path / f"{PREFIX}x"
+    home.mkdir()
+    driver = Driver(home / "first")
+    (home / "first" / NAME).unlink()
+    with pytest.raises(NsparqError, match="was removed while the pipeline runs"):
+        driver.plan(0, "at 0")
 
 
 def test_old_batches_leave_the_store(tmp_path: Path, store: Store) -> None:

@@ -27,6 +27,8 @@ __all__ = ["SCHEMES", "CheckpointStore", "CheckpointTaken", "mirror_of"]
 SCHEMES: Final = ("s3://", "gs://", "az://")
 NAME: Final = "mirror.json"
 """In the local directory: the URL, and whether the content was fetched."""
+PREFIX: Final = "nsparq-checkpoint-"
+"""Of the local directory's parent. A machine may clean up its temporary files."""
 FORMAT: Final = 1
 KEEP: Final = 20
 """Batches that stay in the store. The last one is enough; older ones refuse late drivers."""
@@ -119,5 +121,9 @@ def mirror_of(directory: Path) -> CheckpointStore | None:
     try:
         url = json.loads((directory / NAME).read_text())["url"]
     except FileNotFoundError:
+        if directory.parent.name.startswith(PREFIX):
+            raise NsparqError(
+                f"{directory / NAME} was removed while the pipeline runs: start it again"
+            ) from None
         return None
     return CheckpointStore(url)

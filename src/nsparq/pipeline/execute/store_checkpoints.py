@@ -22,7 +22,7 @@ from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.execute.state_check import has_state
 from nsparq.pipeline.file.sinks import Delta, Format, Jdbc, Memory, Parquet, Python, Topic
 from nsparq.pipeline.file.spec import Output, Pipeline, PipelineFile
-from nsparq.spark.checkpoint_store import NAME, SCHEMES, CheckpointStore
+from nsparq.spark.checkpoint_store import NAME, PREFIX, SCHEMES, CheckpointStore
 from nsparq.spark.session.build import has_file_system
 
 _JAR: Final = "or add the store's file system to Spark, such as Hadoop's JAR for S3"
@@ -82,7 +82,7 @@ def _commits(output: Output) -> bool:
 def local_checkpoints(spark: SparkSession, file: PipelineFile) -> Iterator[PipelineFile]:
     """The file, with temporary directories for checkpoints that Spark cannot write. Raises
     PipelineError."""
-    with TemporaryDirectory(prefix="nsparq-checkpoint-") as base:
+    with TemporaryDirectory(prefix=PREFIX) as base:
         pipelines = []
         for one in file.pipelines:
             if is_mirrored(spark, one):
