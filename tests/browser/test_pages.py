@@ -175,8 +175,8 @@ def test_pipelines_are_shown_with_their_figures_charts_and_errors(
         visitor.find(".problem.critical a").click()
         visitor.sees("#pipelines-table", "parquet /data")
         expect(visitor.find(".chart[id$=daily-lag]")).to_have_attribute("data-drawn", "yes")
-        daily.lag, daily.rows = 4321, 5000
-        visitor.sees("#pipelines-table", "4,321")
+        daily.lag, daily.rows, daily.catch_up_seconds = 4321, 5000, 7200.0
+        visitor.sees("#pipelines-table", "4,3212 h")
         assert visitor.axe() == []
         visitor.page.get_by_role("link", name="orders / billing").click()
         visitor.sees("#channel-name", "billing")

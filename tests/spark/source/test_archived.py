@@ -332,6 +332,22 @@ def test_emptied_messages_are_not_rows(broker: Broker, url: str) -> None:
     assert fetched(broker) == 0
 
 
+def test_gaps_in_the_archive_are_not_behind(broker: Broker, url: str) -> None:
+    broker.create("t", "other")
+    publish(broker, 500)
+    topic = broker._daemon.broker.topics["t"]
+    broker._call(topic.pause)
+    publish(broker, 500, 500)
+    broker._call(topic.empty)
+    broker._call(topic.unpause)
+    publish(broker, 500, 1000)
+    assert manifest_of(broker, url).gaps
+    with Query(nsqd=broker.http_address, archive=url, maxRowsPerTrigger=100) as query:
+        assert query.step() == 100
+        reported = query.reader.reportLatestOffset()
+        assert reported is not None and reported["behind"]["rows"] == 900
+
+
 def test_rows_come_from_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("moto")
     with run_s3("lake") as settings:

@@ -28,6 +28,7 @@ NUMBERS: Final = (
     "late",
     "rows_per_second",
     "lag",
+    "catch_up_seconds",
     "batches",
     "batch_seconds",
     "last_batch",
