@@ -315,9 +315,12 @@ class Run:
 
     def _catch_up(self) -> None:
         self.say(f"{clock()} the query catches up")
-        deadline = time.monotonic() + STALLED_S
+        deadline, done = time.monotonic() + STALLED_S, self._batches()
         while not self._has_caught_up():
             self._check_failures()
+            if self._batches() != done:
+                # A backlog may take long, and is no standstill.
+                deadline, done = time.monotonic() + STALLED_S, self._batches()
             if time.monotonic() > deadline:
                 raise AssertionError(self._what_is_stuck("the query does not catch up"))
             time.sleep(0.5)

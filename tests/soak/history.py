@@ -260,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
         rate=given.rate,
         master=given.master,
         victims=victims,
-        max_rows=5000,
+        max_rows=20_000,
         seed=given.seed,
         outages_s=(3.0, 10.0),
     )
