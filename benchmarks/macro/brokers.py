@@ -114,9 +114,12 @@ class Spawned:
 
     @property
     def http_address(self) -> Address:
-        found = HTTP_LISTENING.search(self.log.read_bytes())
-        if found is None:
-            raise BrokerFailed("it does not say where its HTTP API is")
+        # A busy machine may have stopped it between the lines for TCP and for HTTP.
+        give_up = time.monotonic() + 30.0
+        while (found := HTTP_LISTENING.search(self.log.read_bytes())) is None:
+            if time.monotonic() > give_up:
+                raise BrokerFailed("it does not say where its HTTP API is")
+            time.sleep(0.002)
         return found[1].decode().strip("[]"), int(found[2])
 
     def stop(self, timeout: float = 120.0) -> float:
