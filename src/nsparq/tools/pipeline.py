@@ -220,7 +220,7 @@ def _check_with_spark(file: PipelineFile) -> None:
         for one in file.pipelines:
             try:
                 frames = check.check(spark, file, one)
-                notes = check.check_state(one, frames) if frames is not None else []
+                notes = check.check_state(spark, one, frames) if frames is not None else []
             except PipelineError as error:
                 problems.append(str(error))
                 continue

@@ -209,7 +209,7 @@ def test_check_reports_a_changed_state(
     )
 
 
-def test_a_checkpoint_on_another_machine_is_not_checked() -> None:
-    file = parse('[run]\ncheckpoint = "s3://bucket/p"\n[pipeline.p]\nsource = "x"\nsink = "noop"')
-    (note,) = check.check_state(file.pipelines[0], queries.Frames({}, {}, {}))
-    assert note.startswith("s3://bucket/p/p is not on this machine")
+def test_a_checkpoint_on_another_machine_is_not_checked(spark: SparkSession) -> None:
+    file = parse('[run]\ncheckpoint = "hdfs://host/p"\n[pipeline.p]\nsource = "x"\nsink = "noop"')
+    (note,) = check.check_state(spark, file.pipelines[0], queries.Frames({}, {}, {}))
+    assert note.startswith("hdfs://host/p/p is not on this machine")

@@ -100,7 +100,7 @@ def test_what_cannot_work_is_refused_by_check(
             check(spark, file, file.pipelines[0])
     else:
         frames = check(spark, file, file.pipelines[0])
-        assert frames is not None and check_state(file.pipelines[0], frames) == []
+        assert frames is not None and check_state(spark, file.pipelines[0], frames) == []
 
 
 @pytest.mark.usefixtures("s3")

@@ -71,6 +71,7 @@ def nsqd_schema() -> Any:
         "/dead_letters",  # a value only with a field
         "/dead_letters/redrive",  # the same, and not for an ephemeral topic
         "/mpub",  # as many messages as the count says
+        "/pub",  # with headers=true, a block of the size that is said
         "/topic/peek",  # at most one of three parameters
         "/topic/settings",  # not for an ephemeral topic
         "/transaction/stage",  # as for /mpub

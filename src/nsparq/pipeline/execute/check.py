@@ -71,7 +71,7 @@ def check_stream(rows: DataFrame, pipeline: Pipeline, output: Output) -> None:
         raise refusal(pipeline, output.name, error) from error
 
 
-def check_state(pipeline: Pipeline, frames: Frames) -> list[str]:
+def check_state(spark: SparkSession, pipeline: Pipeline, frames: Frames) -> list[str]:
     """Checks whether the pipeline can continue from its checkpoints. Returns notes for the user.
     Raises PipelineError."""
     notes = []
@@ -79,7 +79,7 @@ def check_state(pipeline: Pipeline, frames: Frames) -> list[str]:
         if isinstance(output.sink, Memory):
             continue
         if not is_local(pipeline.checkpoint):
-            if store_checkpoints.is_mirrored(frames.rows[output.name].sparkSession, pipeline):
+            if store_checkpoints.is_mirrored(spark, pipeline):
                 return []
             return [f"{pipeline.checkpoint} is not on this machine, so its state was not checked"]
         checkpoint = Path(pipeline.checkpoint) / output.role

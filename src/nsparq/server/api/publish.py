@@ -79,7 +79,8 @@ class PublishApi:
         if not body:
             raise ApiError(400, "MSG_EMPTY")
         topic = new_topic_name(self._broker, request)
-        defer = request.parameters.get("defer")
+        parameters = request.parameters
+        defer = parameters.get("defer")
         defer_ms = 0
         if defer is not None:
             self._create_topic(topic)
@@ -87,7 +88,7 @@ class PublishApi:
             if not 0 <= defer_ms <= self._options.max_req_timeout * 1000:
                 raise ApiError(400, "INVALID_DEFER")
         bodies = PackedBodies(array("I", (len(body),)), body)
-        if flag_of(request, "headers"):
+        if "headers" in parameters and flag_of(request, "headers"):
             try:
                 bodies = take_headers(bodies, "PUB")
             except FatalClientError as error:
