@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from nsparq.errors import StartError
 from nsparq.pipeline.decode.formats import DECODED
 from nsparq.pipeline.execute.progress import Figures, OutputFigures, State, decoded_name, lag_of
 from nsparq.pipeline.execute.status import Endpoint, Status, prometheus, read_status, write_status
-from nsparq.pipeline.execute.view import LogView, TerminalView, cells, describe
+from nsparq.pipeline.execute.view import HEADINGS, LogView, TerminalView, cells, describe
 
 
 def progress(batch: int = 0, rows: int = 10, **more: Any) -> dict[str, Any]:
@@ -274,3 +275,10 @@ def test_a_terminal_has_a_table(status: Status, monkeypatch: pytest.MonkeyPatch)
     shown = captured.get()
     assert "orders" in shown and "300" in shown and "http://127.0.0.1:4040" in shown
     assert "no such column" in shown
+
+
+@pytest.mark.parametrize("page", ["pipelines.md", "tutorial-spark.md"])
+def test_pages_show_the_columns_of_a_status(page: str) -> None:
+    text = (Path(__file__).parents[3] / "docs" / page).read_text()
+    shown = re.findall(r"^pipeline  +state .*$", text, re.MULTILINE)
+    assert shown and all(re.split(" {2,}", line) == [*HEADINGS] for line in shown)
