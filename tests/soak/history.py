@@ -36,7 +36,7 @@ from nsparq.archive.store import Store
 from nsparq.storage.manifest import ROOT, index_key, manifest_key, segment_key
 from tests.soak.exactly_once import TOPIC, Options, Run, Say, _numbers, say
 from tests.soak.exactly_once_publisher import Publisher
-from tests.soak.support import Cluster, clock, free_ports, read_log, table
+from tests.soak.support import MARK, Cluster, clock, free_ports, read_log, table
 from tests.support import ConnectionClosed, wait_until
 from tests.support.s3 import run_s3
 
@@ -62,7 +62,9 @@ class StoreProcess:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "tests.support.s3_front", str(self._port), self._endpoint]
-        self._process = subprocess.Popen(command)
+        # It outlives the run: the store is looked at afterwards.
+        environment = {name: value for name, value in os.environ.items() if name != MARK}
+        self._process = subprocess.Popen(command, env=environment)
 
     def kill(self) -> None:
         if self._process is not None:
