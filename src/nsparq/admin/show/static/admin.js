@@ -196,8 +196,10 @@
   });
   document.addEventListener("submit", (event) => {
     if (event.target.method !== "post" || event.submitter?.dataset.stays !== undefined) return;
+    // A double click sends a form once. The second click may come before the timer.
+    if (event.target.dataset.sent) return event.preventDefault();
+    event.target.dataset.sent = "yes";
     leaving.abort();
-    // A double click sends a form once.
     setTimeout(() => event.target.querySelectorAll("button").forEach((button) => (button.disabled = true)));
   });
   addEventListener("pageshow", (event) => event.persisted && location.reload());
