@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsparq.headers import MAX_BLOCK, decode_headers, encode_headers
+from nsparq.headers import MAX_BLOCK, decode_headers, encode_headers, with_lazy_headers
 from tests.wire.harness import both_builds, using
 
 NAMES = st.text("abcz019-_.", min_size=1, max_size=20)
@@ -84,3 +86,57 @@ def test_bad_blocks_are_refused(build: str, block: bytes) -> None:
     with using(build):
         with pytest.raises(ValueError, match="header"):
             decode_headers(block)
+
+
+def holder(block: bytes) -> Any:
+    """Its class has lazy headers as the present build makes them."""
+
+    @with_lazy_headers
+    class Holder:
+        __slots__ = ("_headers",)
+
+    made: Any = Holder()
+    made._headers = block
+    return made
+
+
+@both_builds
+def test_headers_are_decoded_once_when_somebody_asks(build: str) -> None:
+    with using(build):
+        held = holder(encode_headers({"k": "\xfc", "tenant": "acme"}))
+        assert isinstance(held._headers, bytes)
+        found = held.headers
+        assert found == {"k": "\xfc", "tenant": "acme"}
+        assert held.headers is found and held._headers is found
+        assert holder(b"").headers == {}
+
+
+@both_builds
+def test_messages_that_share_a_block_do_not_share_their_headers(build: str) -> None:
+    with using(build):
+        block = encode_headers({"k": "\xfc", "tenant": "acme"})
+        for _ in range(5):
+            headers = holder(block).headers
+            assert headers == {"k": "\xfc", "tenant": "acme"}
+            headers["tenant"] = "changed"
+            del headers["k"]
+
+
+@both_builds
+@given(st.lists(st.sampled_from(["", "a", "b", "\xfc", "ab", "v" * 32, "w" * 32, "v" * 33, "w" * 33])))
+def test_a_value_does_not_depend_on_those_that_the_name_had_before(build: str, values: list[str]) -> None:
+    with using(build):
+        for value in values:
+            assert decode_headers(encode_headers({"tenant": value})) == {"tenant": value}
+
+
+@both_builds
+def test_a_bad_block_is_refused_each_time_somebody_asks(build: str) -> None:
+    with using(build):
+        held = holder(b"\x01K\x00\x00")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="bad header at byte 0"):
+                held.headers  # noqa: B018  # it raises
+        del held._headers
+        with pytest.raises(AttributeError):
+            held.headers  # noqa: B018  # it raises

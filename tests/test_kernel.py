@@ -22,11 +22,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nsparq import kernel
+from nsparq.client import Message
+from nsparq.headers import encode_headers
 from nsparq.packed import PackedBodies
 from nsparq.wire.limits import Limits
 from nsparq.wire.message import build_frames
 from nsparq.wire.server import MAGIC
 from tests.support import sized
+from tests.support.scripted_nsqd import message_frame
 from tests.wire.harness import BUILDS, COMPILED, Outcome, converse, using
 
 CAN_BE_COMPILED = len(BUILDS) > 1
@@ -151,7 +154,7 @@ class TestBothBuilds:
         if stamp is None:
             stamps = np.array([random.randint(-(2**63), 2**63 - 1) for _ in bodies], np.int64)
         lengths, data = array("I", map(len, bodies)), b"".join(bodies)
-        assert_both_agree(lambda: build_frames(first_id, stamps, lengths, data))
+        assert_both_agree(lambda: (kernel.build_frames or build_frames)(first_id, stamps, lengths, data))
 
 
 # The functions themselves
@@ -364,7 +367,7 @@ class TestBuildFrames:
             COMPILED["build_frames"](0, np.zeros(4, np.int64)[::2], array("I", [1, 1]), b"xx")
 
     def test_a_table_cut_short_is_not_read_beyond_its_end(self) -> None:
-        assert COMPILED["build_frames"](0, 0, b"\x00\x00\x00", b"") == (b"", bytes(8))
+        assert COMPILED["build_frames"](0, 0, b"\x00\x00\x00", b"") == (b"", array("q", [0]))
 
     @pytest.mark.parametrize(
         "arguments",
@@ -422,6 +425,97 @@ class TestBuildFrames:
         stamps = np.zeros(50, np.int64)
         assert_nothing_is_kept(lambda: COMPILED["build_frames"](1 << 60, stamps, lengths, data))
         assert_nothing_is_kept(lambda: COMPILED["build_frames"](1 << 60, 1 << 60, lengths, data))
+
+
+@needs_kernel
+class TestMessagesOfAClient:
+    """Their results are compared with those of Python in tests/wire/test_client.py and
+    tests/test_headers.py."""
+
+    __test__ = CAN_BE_COMPILED
+
+    @pytest.mark.parametrize(
+        ("name", "arguments"),
+        [
+            ("decode_messages", ()),
+            ("decode_messages", ("", 0, 1)),
+            ("decode_messages", (bytearray(), 0, 1)),
+            ("decode_messages", (b"", "0", 1)),
+            ("decode_messages", (b"", 0, None)),
+            ("encode_with_headers", (b"PUB t", b"x")),
+            ("encode_with_headers", ("PUB t", b"x", {"k": "v"})),
+            ("encode_with_headers", (b"PUB t", b"x", {"k": "v"}, "", 0)),
+            ("encode_with_headers", (b"PUB t", b"x", {"k": "v"}, b"", "0")),
+            ("lazy_headers", ()),
+            ("lazy_headers", (property(), len)),
+            ("lazy_headers", (Message.touched,)),
+        ],
+    )
+    def test_other_types_are_refused(self, name: str, arguments: tuple[Any, ...]) -> None:
+        with pytest.raises(TypeError):
+            COMPILED[name](*arguments)
+
+    @pytest.mark.parametrize("position", [-1, 70, 71, 2**62])
+    def test_outside_of_the_buffer_there_are_no_messages(self, position: int) -> None:
+        data = message_frame("1") * 2
+        assert COMPILED["decode_messages"](data, position, 100) == ([], position)
+
+    def test_a_frame_is_taken_when_all_of_it_is_there(self) -> None:
+        frames = [message_frame("1", block=encode_headers({"k": "v"})), message_frame("2")] * 2
+        ends = [sum(map(len, frames[: i + 1])) for i in range(len(frames))]
+        data = b"".join(frames)
+        for size in range(len(data) + 1):
+            messages, position = COMPILED["decode_messages"](data[:size], 0, 1000)
+            assert position == max([0, *(end for end in ends if end <= size)])
+            assert len(messages) == sum(end <= size for end in ends)
+
+    def test_headers_that_a_finalizer_decodes_are_not_those_of_another_block(self) -> None:
+        decode = COMPILED["decode_headers"]
+
+        class Decoding:
+            """The garbage collector runs its finalizer, which decodes a block."""
+
+            def __init__(self, block: bytes) -> None:
+                self.itself, self.block = self, block
+
+            def __del__(self) -> None:
+                decode(self.block)
+
+        threshold = gc.get_threshold()
+        gc.collect()
+        try:
+            # Before 3.12 any allocation may start the collector: here the first, the second, and so on.
+            for allocations in range(8):
+                for i in range(20):
+                    ours, other = (
+                        encode_headers({"tenant": f"{name}{i}" * 10}) for name in ("ours", "other")
+                    )
+                    decode(ours)
+                    in_use = [{str(n): n} for n in range(200)]  # no dict is left to be used again
+                    Decoding(other)
+                    gc.set_threshold(gc.get_count()[0] + allocations)
+                    decode(ours)
+                    gc.set_threshold(0)
+                    assert decode(other) == {"tenant": f"other{i}" * 10}
+                    del in_use
+        finally:
+            gc.set_threshold(*threshold)
+
+    def test_they_keep_nothing(self) -> None:
+        headers = {"tenant": "acme", "k": "\xfc"}
+        block, bad = encode_headers(headers), b"\x01k\x00\x01\xff"
+        frames = message_frame("1", block=block) + message_frame("2")
+        assert_nothing_is_kept(lambda: COMPILED["decode_messages"](frames, 0, 1000))
+        assert_nothing_is_kept(lambda: COMPILED["encode_with_headers"](b"PUB t", b"x", headers))
+        assert_nothing_is_kept(lambda: [COMPILED["decode_headers"](one) for one in (block, bad, block[:-1])])
+
+        def read(block: bytes) -> object:
+            message: Any = Message.__new__(Message)
+            message._headers = block
+            with suppress(ValueError):
+                return message.headers
+
+        assert_nothing_is_kept(lambda: [read(block), read(bad)])
 
 
 def assert_nothing_is_kept(call: Callable[[], object]) -> None:

@@ -9,8 +9,9 @@
     consume by 200      the same in batches, 400 in flight; compared to single ones, which is all the
                         others have
     …, headers          the same with two headers, a trace and a name, and shorter bodies: a message has
-                        100 bytes with its headers. The handler reads one of them. A batch has the same
-                        headers for all its messages, unless it says own headers
+                        100 bytes with its headers, and so a frame as long as one without. The handler
+                        reads one of them. All messages have the same headers, unless it says own
+                        headers: then each has its own trace
 
 Rounds alternate over the libraries, each row of a round with a broker of its own; shown are
 medians. Beside the rate stands the processor time per message of the client, and of the broker
@@ -66,8 +67,10 @@ WITH_HEADERS = {
     "publish 100, headers": ("publish 100", 2),
     "publish by 200, headers": ("publish by 200", 1),
     "publish by 200, own headers": ("publish by 200", 2),
-    "consume, headers": ("consume", 2),
-    "consume by 200, headers": ("consume by 200", 2),
+    "consume, headers": ("consume", 1),
+    "consume, own headers": ("consume", 2),
+    "consume by 200, headers": ("consume by 200", 1),
+    "consume by 200, own headers": ("consume by 200", 2),
 }
 """Rows that are compared with one without headers."""
 ROWS |= {
@@ -89,9 +92,10 @@ class Figures(NamedTuple):
 
 async def fill(load: Load) -> None:
     """Fill the channel before the consumer starts."""
+    batch, headers = [load.body] * 1000, load.batch_headers(1000)
     async with Producer(load.address) as producer:
-        for _ in range(load.count // 1000):
-            await producer.publish_many(load.topic, [load.body] * 1000, headers=load.message_headers)
+        for _ in range(load.count // len(batch)):
+            await producer.publish_many(load.topic, batch, headers=headers)
 
 
 def run(library: str, load: Load, broker: Spawned) -> Figures:

@@ -23,7 +23,7 @@ class Load:
     size: int = 100
     in_flight: int = 200
     headers: int = 0
-    """1: all messages of a call have the same headers; 2: each has its own. Only nsparq has headers."""
+    """1: all messages have the same headers; 2: each has its own trace. Only nsparq has headers."""
     loop: str = "asyncio"
     _began: float = field(default=0.0, repr=False)
     _cpu: float = field(default=0.0, repr=False)
@@ -63,8 +63,11 @@ class Load:
 
     @property
     def message_headers(self) -> dict[str, str]:
-        traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-        return {"traceparent": traceparent, "tenant": "acme"} if self.headers else {}
+        return headers_of(0) if self.headers else {}
+
+    def batch_headers(self, count: int) -> dict[str, str] | list[dict[str, str]]:
+        """For `count` messages that are published together."""
+        return [headers_of(number) for number in range(count)] if self.headers == 2 else self.message_headers
 
     @property
     def host(self) -> str:
@@ -87,3 +90,8 @@ class Load:
     def end(self) -> None:
         elapsed, cpu = time.perf_counter() - self._began, time.process_time() - self._cpu
         print(json.dumps({"elapsed": elapsed, "cpu": cpu}), flush=True)
+
+
+def headers_of(number: int) -> dict[str, str]:
+    """Always of the same size."""
+    return {"traceparent": f"00-0af7651916cd43dd8448eb211c80319c-{number:016x}-01", "tenant": "acme"}

@@ -24,8 +24,7 @@ async def publish(load: Load) -> None:
 
 async def publish_batches(load: Load) -> None:
     batch = [load.body] * load.batch
-    same = load.message_headers
-    headers = [dict(same) for _ in batch] if load.headers == 2 else same
+    headers = load.batch_headers(load.batch)
     async with Producer(load.address) as producer:
         await producer.connect()
         load.begin()

@@ -9,6 +9,7 @@
 #include <errno.h>
 #include <stdint.h>
 #include <string.h>
+#include <structmember.h>
 #include <sys/socket.h>
 #ifdef __linux__
 #include <sys/epoll.h>
@@ -30,12 +31,15 @@
 #define MSG_NOSIGNAL 0
 #endif
 #define FRAME_OVERHEAD 34
+#define MESSAGE 2
+#define MESSAGE_WITH_HEADERS 3
 #define FIN_WIDTH 21
 #define BATCH_HEADER 48
 #define MAX_BLOCK 65535
 #define FEW_HEADERS 16
 #define MAX_NUMBER 21
 #define KNOWN_NAMES 61
+#define KNOWN_VALUE 32
 #define READ_AT_ONCE 64
 #define READ_BYTES 4096
 #define SEND_AT_ONCE 64
@@ -44,6 +48,12 @@ static inline uint32_t
 read_u32(const unsigned char *p)
 {
     return (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | (uint32_t)p[3];
+}
+
+static inline uint64_t
+read_u64(const unsigned char *p)
+{
+    return (uint64_t)read_u32(p) << 32 | read_u32(p + 4);
 }
 
 static inline unsigned char *
@@ -247,7 +257,7 @@ failed:
 }
 
 PyDoc_STRVAR(encode_mpub_doc,
-"encode_mpub(topic, bodies) -> command or None\n\n"
+"encode_mpub(line, bodies) -> command or None\n\n"
 "An MPUB of a list or tuple of messages. None unless all of them are bytes, and none is empty.");
 
 static PyObject *
@@ -269,14 +279,13 @@ encode_mpub(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     }
     if (count == 0 || total > INT32_MAX)
         Py_RETURN_NONE;
-    PyObject *command = PyBytes_FromStringAndSize(NULL, 5 + width + 1 + 4 + total);
+    PyObject *command = PyBytes_FromStringAndSize(NULL, width + 1 + 4 + total);
     if (command == NULL)
         return NULL;
     unsigned char *out = (unsigned char *)PyBytes_AS_STRING(command);
-    memcpy(out, "MPUB ", 5);
-    memcpy(out + 5, PyBytes_AS_STRING(args[0]), (size_t)width);
-    out[5 + width] = '\n';
-    out = put_u32(out + 6 + width, (uint32_t)total);
+    memcpy(out, PyBytes_AS_STRING(args[0]), (size_t)width);
+    out[width] = '\n';
+    out = put_u32(out + width + 1, (uint32_t)total);
     out = put_u32(out, (uint32_t)count);
     for (Py_ssize_t i = 0; i < count; i++) {
         Py_ssize_t size = PyBytes_GET_SIZE(bodies[i]);
@@ -304,9 +313,8 @@ init_name_characters(void)
         NAME_CHARACTERS[(unsigned char)*c] = 1;
 }
 
-/* 1 for UTF-8, 0 for anything else, -1 with an exception. */
-static int
-is_utf8(const unsigned char *p, Py_ssize_t size)
+static inline int
+is_ascii(const unsigned char *p, Py_ssize_t size)
 {
     uint64_t word, seen = 0;
     Py_ssize_t i = 0;
@@ -322,7 +330,14 @@ is_utf8(const unsigned char *p, Py_ssize_t size)
     else
         for (; i < size; i++)
             seen |= p[i];
-    if ((seen & 0x8080808080808080u) == 0)
+    return (seen & 0x8080808080808080u) == 0;
+}
+
+/* 1 for UTF-8, 0 for anything else, -1 with an exception. */
+static int
+is_utf8(const unsigned char *p, Py_ssize_t size)
+{
+    if (is_ascii(p, size))
         return 1;
     PyObject *text = PyUnicode_DecodeUTF8((const char *)p, size, "strict");
     if (text != NULL) {
@@ -559,20 +574,52 @@ encode_headers(PyObject *module, PyObject *headers)
     return block;
 }
 
-/* A name as a text. Most messages have the same few names: one text for all saves making it and its hash. */
-static PyObject *
-header_name(const unsigned char *name, Py_ssize_t width)
+/* Headers that were seen lately. Most messages have the same few names, many of them with the same value: one text for
+ * all saves checking it, making it and its hash. */
+struct known_header {
+    PyObject *name, *value;
+};
+
+/* The place of the header with this name. NULL, without an exception, if it is no name. */
+static struct known_header *
+known_header(const unsigned char *name, Py_ssize_t width)
 {
-    static PyObject *known[KNOWN_NAMES];
-    PyObject **place = &known[(width + 5 * name[0] + 3 * name[width - 1]) % KNOWN_NAMES];
-    if (*place == NULL || PyUnicode_GET_LENGTH(*place) != width ||
-        memcmp(PyUnicode_1BYTE_DATA(*place), name, (size_t)width) != 0) {
+    static struct known_header known[KNOWN_NAMES];
+    struct known_header *place = &known[(width + 5 * name[0] + 3 * name[width - 1]) % KNOWN_NAMES];
+    if (place->name == NULL || PyUnicode_GET_LENGTH(place->name) != width ||
+        memcmp(PyUnicode_1BYTE_DATA(place->name), name, (size_t)width) != 0) {
+        for (Py_ssize_t i = 0; i < width; i++)
+            if (!NAME_CHARACTERS[name[i]])
+                return NULL;
         PyObject *made = PyUnicode_DecodeASCII((const char *)name, width, "strict");
         if (made == NULL)
             return NULL;
-        Py_XSETREF(*place, made);
+        /* Interned, it is the object that a program asks for: no texts are compared. Only the first names are, because
+         * some versions of Python keep an interned text for ever. */
+        if (place->name == NULL)
+            PyUnicode_InternInPlace(&made);
+        Py_XSETREF(place->name, made);
     }
-    return Py_NewRef(*place);
+    return place;
+}
+
+/* A value as a text. NULL, with an exception, if it is none. A short one is kept in `known` for the next message; a
+ * longer one is probably an id, which does not come again. */
+static PyObject *
+header_value(const unsigned char *value, Py_ssize_t size, PyObject **known)
+{
+    if (!is_ascii(value, size))
+        return PyUnicode_DecodeUTF8((const char *)value, size, "strict");
+    if (size <= KNOWN_VALUE && *known != NULL && PyUnicode_GET_LENGTH(*known) == size &&
+        memcmp(PyUnicode_1BYTE_DATA(*known), value, (size_t)size) == 0)
+        return Py_NewRef(*known);
+    PyObject *text = PyUnicode_New(size, 127);
+    if (text == NULL)
+        return NULL;
+    memcpy(PyUnicode_1BYTE_DATA(text), value, (size_t)size);
+    if (size <= KNOWN_VALUE)
+        Py_XSETREF(*known, Py_NewRef(text));
+    return text;
 }
 
 PyDoc_STRVAR(decode_headers_doc,
@@ -582,26 +629,97 @@ PyDoc_STRVAR(decode_headers_doc,
 static PyObject *
 decode_headers(PyObject *module, PyObject *block)
 {
+    /* Messages that share a block, see new_block(), get copies from its third decoding on. */
+    static PyObject *last, *last_headers;
+    if (block == last && last_headers != NULL)
+        return PyDict_Copy(last_headers);
     if (!PyBytes_CheckExact(block))
         Py_RETURN_NONE;
     const unsigned char *p = (const unsigned char *)PyBytes_AS_STRING(block), *end = p + PyBytes_GET_SIZE(block);
-    int has_numbers, is_valid = check_block(p, end - p, NULL, 0, &has_numbers);
-    if (is_valid < 0)
-        return NULL;
-    if (!is_valid)
-        Py_RETURN_NONE;
     PyObject *headers = PyDict_New();
-    while (headers != NULL && p < end) {
-        Py_ssize_t width = p[0], size = (Py_ssize_t)p[1 + width] << 8 | p[2 + width];
-        PyObject *name = header_name(p + 1, width);
-        PyObject *value = PyUnicode_DecodeUTF8((const char *)p + 3 + width, size, "strict");
-        if (name == NULL || value == NULL || PyDict_SetItem(headers, name, value))
+    Py_ssize_t count = 0;
+    for (; headers != NULL && p < end; count++) {
+        Py_ssize_t width = *p++, size = 0;
+        struct known_header *place = NULL;
+        PyObject *value = NULL;
+        if (width > 0 && end - p >= width + 2) {
+            size = (Py_ssize_t)p[width] << 8 | p[width + 1];
+            if (end - p >= width + 2 + size && (place = known_header(p, width)) != NULL)
+                value = header_value(p + width + 2, size, &place->value);
+        }
+        if (value == NULL || PyDict_SetItem(headers, place->name, value))
             Py_CLEAR(headers);
-        Py_XDECREF(name);
         Py_XDECREF(value);
-        p += 3 + width + size;
+        p += width + 2 + size;
     }
-    return headers;
+    /* A name that occurs twice is in the dict once. */
+    if (headers != NULL && PyDict_GET_SIZE(headers) == count) {
+        if (block != last) {
+            Py_CLEAR(last_headers);
+            Py_XSETREF(last, Py_NewRef(block));
+            return headers;
+        }
+        PyObject *copy = PyDict_Copy(headers);
+        if (copy == NULL)
+            Py_CLEAR(headers);
+        else if (block == last)
+            Py_XSETREF(last_headers, copy);
+        else /* The copy made the garbage collector run, and a finalizer decoded another block. */
+            Py_DECREF(copy);
+        return headers;
+    }
+    Py_XDECREF(headers);
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_UnicodeDecodeError))
+        return NULL;
+    PyErr_Clear();
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(lazy_headers_doc,
+"lazy_headers(slot, decode) -> descriptor\n\n"
+"An attribute of the class that has the slot: a block of bytes in the slot is first replaced by its headers. `decode`\n"
+"gets a block that breaks a rule.");
+
+struct lazy_headers {
+    PyGetSetDef definition;
+    Py_ssize_t offset;
+    PyObject *decode;
+};
+
+static PyObject *
+get_lazy_headers(PyObject *self, void *closure)
+{
+    struct lazy_headers *lazy = closure;
+    PyObject **place = (PyObject **)((char *)self + lazy->offset);
+    PyObject *headers = Py_XNewRef(*place), *found;
+    if (headers == NULL)
+        PyErr_SetString(PyExc_AttributeError, "headers");
+    if (headers == NULL || !PyBytes_CheckExact(headers))
+        return headers;
+    found = decode_headers(NULL, headers);
+    if (found == Py_None)
+        Py_SETREF(found, PyObject_CallOneArg(lazy->decode, headers));
+    Py_DECREF(headers);
+    if (found != NULL)
+        Py_XSETREF(*place, Py_NewRef(found));
+    return found;
+}
+
+static PyObject *
+lazy_headers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2 || !Py_IS_TYPE(args[0], &PyMemberDescr_Type)) {
+        PyErr_SetString(PyExc_TypeError, "lazy_headers(slot, function)");
+        return NULL;
+    }
+    /* Kept as long as the class, which is for ever. */
+    struct lazy_headers *lazy = PyMem_Malloc(sizeof *lazy);
+    if (lazy == NULL)
+        return PyErr_NoMemory();
+    lazy->definition = (PyGetSetDef){.name = "headers", .get = get_lazy_headers, .closure = lazy};
+    lazy->offset = ((PyMemberDescrObject *)args[0])->d_member->offset;
+    lazy->decode = Py_NewRef(args[1]);
+    return PyDescr_NewGetSet(PyDescr_TYPE(args[0]), &lazy->definition);
 }
 
 static int
@@ -613,18 +731,18 @@ count_digits(long long number)
     return digits;
 }
 
-PyDoc_STRVAR(encode_mpub_headers_doc,
-"encode_mpub_headers(topic, bodies, headers[, before, first]) -> command or None\n\n"
-"An MPUB of a list or tuple of messages with headers: a dict for all, or a list or tuple with a dict or None for\n"
-"each. None for anything else, if a rule is broken, if a name begins with nsq-, or if no message has headers.\n"
-"With `before`, each block begins with that, up to the value of a number: `first` for the first message. Then\n"
-"`headers` may be None.");
+PyDoc_STRVAR(encode_with_headers_doc,
+"encode_with_headers(line, bodies, headers[, before, first]) -> command or None\n\n"
+"A PUB or DPUB of bytes with a dict of headers; or an MPUB of a list or tuple of messages with a dict for all, or a\n"
+"list or tuple with a dict or None for each. None for anything else, if a rule is broken, if a name begins with\n"
+"nsq-, or if no message has headers. With `before`, each block begins with that, up to the value of a number:\n"
+"`first` for the first message. Then `headers` may be None.");
 
 static PyObject *
-encode_mpub_headers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+encode_with_headers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if ((nargs != 3 && nargs != 5) || !PyBytes_Check(args[0]) || (nargs == 5 && !PyBytes_Check(args[3]))) {
-        PyErr_SetString(PyExc_TypeError, "encode_mpub_headers(bytes, list or tuple, headers[, bytes, int])");
+        PyErr_SetString(PyExc_TypeError, "encode_with_headers(bytes, messages, headers[, bytes, int])");
         return NULL;
     }
     Py_ssize_t before = nargs == 5 ? PyBytes_GET_SIZE(args[3]) : 0;
@@ -632,15 +750,16 @@ encode_mpub_headers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     if (number == -1 && PyErr_Occurred())
         return NULL;
     int is_same = PyDict_CheckExact(args[2]) || (before > 0 && args[2] == Py_None);
-    if ((!PyList_CheckExact(args[1]) && !PyTuple_CheckExact(args[1]))
-        || (!is_same && !PyList_CheckExact(args[2]) && !PyTuple_CheckExact(args[2])))
+    int is_one = PyBytes_CheckExact(args[1]);
+    if ((!is_one && !PyList_CheckExact(args[1]) && !PyTuple_CheckExact(args[1]))
+        || (!is_same && (is_one || (!PyList_CheckExact(args[2]) && !PyTuple_CheckExact(args[2])))))
         Py_RETURN_NONE;
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(args[1]);
-    PyObject **bodies = PySequence_Fast_ITEMS(args[1]);
+    Py_ssize_t count = is_one ? 1 : PySequence_Fast_GET_SIZE(args[1]);
+    PyObject *const *bodies = is_one ? &args[1] : PySequence_Fast_ITEMS(args[1]);
     PyObject **headers = is_same ? NULL : PySequence_Fast_ITEMS(args[2]);
     if (!is_same && PySequence_Fast_GET_SIZE(args[2]) != count)
         Py_RETURN_NONE;
-    Py_ssize_t width = PyBytes_GET_SIZE(args[0]), total = 4 + 8 * count, all = 0;
+    Py_ssize_t width = PyBytes_GET_SIZE(args[0]), total = 8 * count, all = 0;
     PyObject *known[FEW_HEADERS] = {NULL};
     Py_ssize_t block = is_same ? block_size(args[2], known) : 0;
     if (number < 0)
@@ -656,17 +775,17 @@ encode_mpub_headers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         total += PyBytes_GET_SIZE(bodies[i]);
     }
     total += all;
-    if (all == 0 || total > INT32_MAX)
+    if (all == 0 || total > INT32_MAX - 4)
         Py_RETURN_NONE;
-    PyObject *command = PyBytes_FromStringAndSize(NULL, 5 + width + 9 + 4 + total);
+    PyObject *command = PyBytes_FromStringAndSize(NULL, width + 9 + (is_one ? 0 : 8) + total);
     if (command == NULL)
         return NULL;
     unsigned char *out = (unsigned char *)PyBytes_AS_STRING(command);
-    memcpy(out, "MPUB ", 5);
-    memcpy(out + 5, PyBytes_AS_STRING(args[0]), (size_t)width);
-    memcpy(out + 5 + width, " headers\n", 9);
-    out = put_u32(out + 14 + width, (uint32_t)total);
-    out = put_u32(out, (uint32_t)count);
+    memcpy(out, PyBytes_AS_STRING(args[0]), (size_t)width);
+    memcpy(out + width, " headers\n", 9);
+    out += width + 9;
+    if (!is_one)
+        out = put_u32(put_u32(out, (uint32_t)(4 + total)), (uint32_t)count);
     const unsigned char *first = NULL;
     for (Py_ssize_t i = 0; i < count; i++) {
         Py_ssize_t size = PyBytes_GET_SIZE(bodies[i]);
@@ -753,8 +872,10 @@ PyDoc_STRVAR(build_frames_doc,
 "build_frames(first_id, timestamps_ns, lengths, data[, block_lengths, blocks]) -> (buffer, offsets)\n\n"
 "Message frames with attempts 1. `lengths` holds native 32-bit sizes, `data` the bodies end to end;\n"
 "`timestamps_ns` is one integer, or a buffer with one native 64-bit integer for each message. The offsets, one\n"
-"more than there are messages, are native 64-bit integers too. With header blocks, a message whose block is not\n"
+"more than there are messages, are an array.array of type \"q\". With header blocks, a message whose block is not\n"
 "empty gets a frame of type 3, with the block in front of the body.");
+
+static PyObject *array_type;
 
 static PyObject *
 build_frames(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -835,7 +956,11 @@ build_frames(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         out += size;
         body += size;
     }
-    result = PyTuple_Pack(2, buffer, offsets);
+    PyObject *array = PyObject_CallFunction(array_type, "sO", "q", offsets);
+    if (array != NULL) {
+        result = PyTuple_Pack(2, buffer, array);
+        Py_DECREF(array);
+    }
 done:
     Py_XDECREF(buffer);
     Py_XDECREF(offsets);
@@ -852,6 +977,86 @@ done:
     return result;
 }
 
+PyDoc_STRVAR(decode_messages_doc,
+"decode_messages(buffer, position, max_size) -> (messages, position)\n\n"
+"The message frames in `buffer` from `position` on, each as a tuple of time, attempts, id, body and header block.\n"
+"Stops before a frame that is not whole, longer than `max_size` or not a message, and gives its position.");
+
+/* The header block of a message: the object of the message before it if both are the same, as in a batch whose
+ * messages all got the same headers. */
+static PyObject *
+new_block(const char *block, Py_ssize_t size, PyObject *messages)
+{
+    Py_ssize_t count = PyList_GET_SIZE(messages);
+    PyObject *before = count ? PyTuple_GET_ITEM(PyList_GET_ITEM(messages, count - 1), 4) : NULL;
+    if (before != NULL && PyBytes_GET_SIZE(before) == size && memcmp(PyBytes_AS_STRING(before), block, (size_t)size) == 0)
+        return Py_NewRef(before);
+    return PyBytes_FromStringAndSize(block, size);
+}
+
+/* The tuple of a message frame. Its header block of `block` bytes and its body have `size` bytes together. `before` is
+ * the list of messages before it. */
+static PyObject *
+new_message(const unsigned char *frame, const char *content, Py_ssize_t block, Py_ssize_t size, PyObject *before)
+{
+    /* Quicker than Py_BuildValue(), which reads its format each time. */
+    PyObject *parts[] = {
+        PyLong_FromLongLong((int64_t)read_u64(frame + 8)),
+        PyLong_FromLong(frame[16] << 8 | frame[17]),
+        PyBytes_FromStringAndSize((const char *)frame + 18, 16),
+        PyBytes_FromStringAndSize(content + block, size - block),
+        new_block(content, block, before),
+    };
+    PyObject *message = PyTuple_New(5);
+    int failed = message == NULL;
+    for (int i = 0; i < 5; i++) {
+        failed |= parts[i] == NULL;
+        if (message != NULL)
+            PyTuple_SET_ITEM(message, i, parts[i]);
+        else
+            Py_XDECREF(parts[i]);
+    }
+    if (failed)
+        Py_CLEAR(message);
+    return message;
+}
+
+static PyObject *
+decode_messages(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3 || !PyBytes_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "decode_messages(bytes, int, int)");
+        return NULL;
+    }
+    Py_ssize_t position = PyLong_AsSsize_t(args[1]), max_size = PyLong_AsSsize_t(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    const char *data = PyBytes_AS_STRING(args[0]);
+    Py_ssize_t available = PyBytes_GET_SIZE(args[0]);
+    PyObject *messages = PyList_New(0);
+    while (messages != NULL && position >= 0 && available - position >= FRAME_OVERHEAD) {
+        const unsigned char *frame = (const unsigned char *)data + position;
+        Py_ssize_t size = (int32_t)read_u32(frame), kind = read_u32(frame + 4), end = position + 4 + size;
+        Py_ssize_t start = position + FRAME_OVERHEAD, block = 0;
+        if (end > available || size > max_size)
+            break;
+        if (kind == MESSAGE_WITH_HEADERS && end - start >= 4) {
+            block = (int32_t)read_u32(frame + FRAME_OVERHEAD);
+            start += 4;
+        }
+        else if (kind != MESSAGE)
+            break;
+        if (block < 0 || block > end - start)
+            break;
+        PyObject *message = new_message(frame, data + start, block, end - start, messages);
+        if (message == NULL || PyList_Append(messages, message))
+            Py_CLEAR(messages);
+        Py_XDECREF(message);
+        position = end;
+    }
+    return messages == NULL ? NULL : Py_BuildValue("Nn", messages, position);
+}
+
 static inline int
 hex_digit(unsigned char c)
 {
@@ -860,12 +1065,6 @@ hex_digit(unsigned char c)
     if (c >= 'a' && c <= 'f')
         return c - 'a' + 10;
     return -1;
-}
-
-static inline uint64_t
-read_u64(const unsigned char *p)
-{
-    return (uint64_t)read_u32(p) << 32 | read_u32(p + 4);
 }
 
 /* Step the hexadecimal text of an id, held in two numbers, to the next id. 0 for the largest id. */
@@ -1277,6 +1476,105 @@ failed:
     return NULL;
 }
 
+PyDoc_STRVAR(unpack_headers_doc,
+"unpack_headers(offsets, blocks) -> (limits, name_offsets, names, value_offsets, values) or None\n\n"
+"The headers of messages whose blocks lie end to end in `blocks`; `offsets`, native 32-bit numbers, tell where each\n"
+"begins and the last one ends. Gives how many headers come before each message and before the end, and the names\n"
+"and the values of all of them: where each begins and the last one ends, as such numbers, and the bytes end to end.\n"
+"None if these are not such offsets, or not header blocks.");
+
+#define AT_ONCE 16
+#define SHORT_STRING 128
+
+/* Append a string, of which `room` bytes and more can be read and written. A call of memcpy() costs more than it copies
+ * of a short string; so these are copied by steps, the last of which may go too far. */
+static inline void
+append_string(struct strings *to, const unsigned char *from, uint32_t size, Py_ssize_t room)
+{
+    unsigned char *at = to->data + to->used;
+    if (size > SHORT_STRING || room < (Py_ssize_t)size + AT_ONCE)
+        memcpy(at, from, size);
+    else
+        for (uint32_t i = 0; i < size; i += AT_ONCE)
+            memcpy(at + i, from + i, AT_ONCE);
+    to->used += size;
+    *++to->offset = (int32_t)to->used;
+}
+
+/* Append the headers of the block from `p` to `end`, behind which there are `room` bytes more. Gives how many, -1 if
+ * it is none. No buffer is filled further than `p` has come, so there is as much room in each. */
+static inline int32_t
+append_headers(struct strings *names, struct strings *values, const unsigned char *p, const unsigned char *end,
+               Py_ssize_t room)
+{
+    int32_t count = 0;
+    for (; p < end; count++) {
+        Py_ssize_t name = *p++;
+        if (end - p < name + 2)
+            return -1;
+        append_string(names, p, (uint32_t)name, end - p + room);
+        p += name;
+        Py_ssize_t value = (Py_ssize_t)p[0] << 8 | p[1];
+        p += 2;
+        if (end - p < value)
+            return -1;
+        append_string(values, p, (uint32_t)value, end - p + room);
+        p += value;
+    }
+    return count;
+}
+
+static PyObject *
+unpack_headers(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 2 || !PyBytes_Check(args[0]) || !PyBytes_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "unpack_headers(bytes, bytes)");
+        return NULL;
+    }
+    const char *offsets = PyBytes_AS_STRING(args[0]);
+    const unsigned char *data = (const unsigned char *)PyBytes_AS_STRING(args[1]);
+    Py_ssize_t rows = PyBytes_GET_SIZE(args[0]) / 4 - 1, size = PyBytes_GET_SIZE(args[1]);
+    int32_t at = 0, end = 0;
+    if (rows >= 0)
+        memcpy(&at, offsets, 4);
+    if (rows < 0 || at != 0)
+        Py_RETURN_NONE;
+    /* The most that there may be: a header has at least the three bytes of its sizes. To count first takes longer. */
+    PyObject *limits = PyBytes_FromStringAndSize(NULL, 4 * (rows + 1));
+    PyObject *name_offsets = PyBytes_FromStringAndSize(NULL, 4 * (size / 3 + 1));
+    PyObject *names = PyBytes_FromStringAndSize(NULL, size);
+    PyObject *value_offsets = PyBytes_FromStringAndSize(NULL, 4 * (size / 3 + 1));
+    PyObject *values = PyBytes_FromStringAndSize(NULL, size);
+    PyObject *found = NULL;
+    if (limits == NULL || name_offsets == NULL || names == NULL || value_offsets == NULL || values == NULL)
+        goto done;
+    int32_t *limit = (int32_t *)PyBytes_AS_STRING(limits), headers = 0;
+    struct strings name = {(int32_t *)PyBytes_AS_STRING(name_offsets), (unsigned char *)PyBytes_AS_STRING(names), 0};
+    struct strings value = {(int32_t *)PyBytes_AS_STRING(value_offsets), (unsigned char *)PyBytes_AS_STRING(values), 0};
+    *limit = *name.offset = *value.offset = 0;
+    for (Py_ssize_t i = 0; i < rows; i++, at = end) {
+        memcpy(&end, offsets + 4 * (i + 1), 4);
+        int32_t count = end < at || end > size ? -1 : append_headers(&name, &value, data + at, data + end, size - end);
+        if (count < 0) {
+            found = Py_NewRef(Py_None);
+            goto done;
+        }
+        *++limit = headers += count;
+    }
+    if (!_PyBytes_Resize(&name_offsets, 4 * ((Py_ssize_t)headers + 1)) &&
+        !_PyBytes_Resize(&names, (Py_ssize_t)name.used) &&
+        !_PyBytes_Resize(&value_offsets, 4 * ((Py_ssize_t)headers + 1)) &&
+        !_PyBytes_Resize(&values, (Py_ssize_t)value.used))
+        found = PyTuple_Pack(5, limits, name_offsets, names, value_offsets, values);
+done:
+    Py_XDECREF(limits);
+    Py_XDECREF(name_offsets);
+    Py_XDECREF(names);
+    Py_XDECREF(value_offsets);
+    Py_XDECREF(values);
+    return found;
+}
+
 /* A ring of io_uring, to send to many sockets with one system call. After each of many calls the kernel would run a
  * client that the send has woken, before the others have their bytes. */
 static const char RING_NAME[] = "nsparq.send_ring";
@@ -1579,12 +1877,15 @@ static PyMethodDef methods[] = {
     {"split_headers", (PyCFunction)(void (*)(void))split_headers, METH_FASTCALL, split_headers_doc},
     {"encode_headers", encode_headers, METH_O, encode_headers_doc},
     {"decode_headers", decode_headers, METH_O, decode_headers_doc},
-    {"encode_mpub_headers", (PyCFunction)(void (*)(void))encode_mpub_headers, METH_FASTCALL, encode_mpub_headers_doc},
+    {"lazy_headers", (PyCFunction)(void (*)(void))lazy_headers, METH_FASTCALL, lazy_headers_doc},
+    {"encode_with_headers", (PyCFunction)(void (*)(void))encode_with_headers, METH_FASTCALL, encode_with_headers_doc},
     {"count_numbers", (PyCFunction)(void (*)(void))count_numbers, METH_FASTCALL, count_numbers_doc},
     {"build_frames", (PyCFunction)(void (*)(void))build_frames, METH_FASTCALL, build_frames_doc},
+    {"decode_messages", (PyCFunction)(void (*)(void))decode_messages, METH_FASTCALL, decode_messages_doc},
     {"decode_fins", (PyCFunction)(void (*)(void))decode_fins, METH_FASTCALL, decode_fins_doc},
     {"encode_singles", (PyCFunction)(void (*)(void))encode_singles, METH_FASTCALL, encode_singles_doc},
     {"unpack_batches", (PyCFunction)(void (*)(void))unpack_batches, METH_FASTCALL, unpack_batches_doc},
+    {"unpack_headers", (PyCFunction)(void (*)(void))unpack_headers, METH_FASTCALL, unpack_headers_doc},
     {"open_ring", open_ring, METH_NOARGS, open_ring_doc},
     {"send_each", (PyCFunction)(void (*)(void))send_each, METH_FASTCALL, send_each_doc},
 #ifdef __linux__
@@ -1606,6 +1907,13 @@ PyInit__kernel(void)
 {
     init_crc_table();
     init_name_characters();
+    PyObject *array = PyImport_ImportModule("array");
+    if (array == NULL)
+        return NULL;
+    array_type = PyObject_GetAttrString(array, "array");
+    Py_DECREF(array);
+    if (array_type == NULL)
+        return NULL;
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("sse4.2"))

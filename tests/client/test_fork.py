@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from nsparq.testing import run_broker
+from nsparq.testing import Broker, run_broker
 from tests.support.certificates import certificates
-from tests.support.polling import DEADLINE
+from tests.support.polling import DEADLINE, wait_until
 
 PRELUDE = """
 import asyncio, json, multiprocessing, os, sys
@@ -116,6 +116,41 @@ script.close()
 """
 )
 
+# A child that lives on must not keep the parent's connections open. nsqd would find out after two heartbeats.
+LIVES_ON = (
+    PRELUDE
+    + """
+from dataclasses import replace
+
+config = replace(config, heartbeat_interval=60.0)
+
+async def main():
+    producer = Producer(address, config=config)
+    await producer.publish("parent", 1)
+    consumer = Consumer("numbers", "ch", handled.put, nsqd=[address], config=config)
+    await consumer.start()
+    reads, writes = os.pipe()
+    if not (pid := os.fork()):
+        os.close(writes)
+        os.read(reads, 1)
+        os._exit(0)
+    await producer.stop()
+    await consumer.stop()
+    print("closed", flush=True)
+    sys.stdin.read()
+    os.close(writes)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+run(main())
+"""
+)
+
+
+def command(program: str, broker: Broker, loop: str, is_tls: bool) -> list[str]:
+    # Python 3.12 warns of any fork in a process that has threads.
+    options = ["-W", "error", "-W", "ignore:This process:DeprecationWarning"]
+    return [sys.executable, *options, "-c", program, json.dumps([broker.tcp_address, is_tls, loop])]
+
 
 @pytest.mark.parametrize(
     ("program", "loop", "is_tls"),
@@ -128,12 +163,7 @@ def test_clients_made_before_a_fork_work_in_parent_and_children(
     with run_broker(**(certificates().server_flags() if is_tls else {})) as broker:
         broker.create("numbers", "ch")
         result = subprocess.run(
-            # Python 3.12 warns of any fork in a process that has threads.
-            [sys.executable, "-W", "error", "-W", "ignore:This process:DeprecationWarning", "-c", program]
-            + [json.dumps([broker.tcp_address, is_tls, loop])],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
+            command(program, broker, loop, is_tls), capture_output=True, text=True, timeout=DEADLINE
         )
         # A lost connection would be logged.
         assert (result.stderr, result.returncode) == ("", 0)
@@ -149,3 +179,27 @@ def test_clients_made_before_a_fork_work_in_parent_and_children(
             broker.wait_empty("held", "ch")
         else:
             assert bodies["parent"] == {b"1": 1, b"2": 1}
+
+
+@pytest.mark.parametrize(
+    ("loop", "is_tls"), [("asyncio", False), ("asyncio", True), ("uvloop", False), ("uvloop", True)]
+)
+def test_a_connection_that_the_parent_closes_ends_although_a_child_lives_on(loop: str, is_tls: bool) -> None:
+    with run_broker(**(certificates().server_flags() if is_tls else {})) as broker:
+        broker.create("numbers", "ch")
+        process = subprocess.Popen(
+            command(LIVES_ON, broker, loop, is_tls),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                assert process.stdout.readline() == "closed\n"
+                wait_until(lambda: not broker.stats()["producers"], what=broker.stats)
+                wait_until(lambda: not broker.channel_stats("numbers", "ch")["clients"], what=broker.stats)  # type: ignore[index]  # it exists
+            finally:
+                said, errors = process.communicate(timeout=DEADLINE)
+        assert (said, errors, process.returncode) == ("", "", 0)

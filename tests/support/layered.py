@@ -1,12 +1,13 @@
 """A raw V2 connection with TLS, snappy and deflate. It shares no code with the package under test.
 
-with LayeredConnection(address) as connection: reply = connection.upgrade(tls=context, snappy=True)
-IDENTIFY, start each layer, wait for each OK connection.pub(...)
-everything else like RawConnection
-
-connection.begin_tls(context, server_name)  begin_snappy()  begin_deflate()     the steps, one by
-one connection.wire                             every byte that came from the socket since the first
-layer began connection.snappy.chunks                    (type, contents) of the chunks received
+with LayeredConnection(address) as connection:
+    reply = connection.upgrade(tls=context, snappy=True)
+                                    IDENTIFY, start each layer, wait for each OK
+    connection.pub(...)             everything else like RawConnection
+    connection.begin_tls(context, server_name), begin_snappy(), begin_deflate()
+                                    the steps, one by one
+    connection.wire                 every byte that came since the first layer began
+    connection.snappy.chunks        (type, contents) of the chunks received
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from nsparq.wire.client import BadFrame, Error, Frame, FrameDecoder, Received, R
 from nsparq.wire.commands import Auth, Identify, Publish, Ready, Requeue, StartClose, Subscribe, Touch
 from tests.support.connection import with_headers
 from tests.support.scripted_nsqd import ERROR, MESSAGE, MESSAGE_WITH_HEADERS, RESPONSE, frame, message_frame
-from tests.wire.harness import both_builds, commands, finished, using
+from tests.wire.harness import BUILDS, both_builds, commands, finished, using
 
 ID = b"0123456789abcdef"
 HTTP_TEXT = "unexpected HTTP response, a nsqd TCP endpoint is required"
@@ -28,25 +29,40 @@ def encoded(one: Frame) -> bytes:
             return frame(RESPONSE, data)
         case Error(text):
             return frame(ERROR, text.encode())
-        case Received(timestamp_ns, attempts, message_id, body, block):
-            head = struct.pack(">qH16s", timestamp_ns, attempts, message_id)
-            if block:
-                return frame(MESSAGE_WITH_HEADERS, head + struct.pack(">i", len(block)) + block + body)
-            return frame(MESSAGE, head + body)
+        case [*messages]:
+            return b"".join(map(encoded_message, messages))
 
 
-FRAMES = st.one_of(
-    st.builds(Response, st.binary(max_size=40) | st.just(b"_heartbeat_")),
-    st.builds(Error, st.text(max_size=40)),
-    st.builds(
-        Received,
-        st.integers(-(2**63), 2**63 - 1),
-        st.integers(0, 65535),
-        st.binary(min_size=16, max_size=16),
-        st.binary(max_size=100),
-        st.just(b"") | st.binary(max_size=40),
-    ),
+def encoded_message(message: Received) -> bytes:
+    timestamp_ns, attempts, message_id, body, block = message
+    head = struct.pack(">qH16s", timestamp_ns, attempts, message_id)
+    if block:
+        return frame(MESSAGE_WITH_HEADERS, head + struct.pack(">i", len(block)) + block + body)
+    return frame(MESSAGE, head + body)
+
+
+ANSWERS = st.builds(Response, st.binary(max_size=40) | st.just(b"_heartbeat_")) | st.builds(
+    Error, st.text(max_size=40)
 )
+MESSAGES = st.tuples(
+    st.integers(-(2**63), 2**63 - 1),
+    st.integers(0, 65535),
+    st.binary(min_size=16, max_size=16),
+    st.binary(max_size=100),
+    st.just(b"") | st.binary(max_size=40),
+)
+FRAMES = ANSWERS | st.lists(MESSAGES, min_size=1, max_size=6)
+
+
+def joined(frames: list[Frame]) -> list[Frame]:
+    """Consecutive messages as one list, as if all bytes had come together."""
+    found: list[Frame] = []
+    for one in frames:
+        if found and isinstance(one, list) and isinstance(found[-1], list):
+            found[-1] = found[-1] + one
+        else:
+            found.append(one)
+    return found
 
 
 def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
@@ -56,18 +72,24 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
 
 # Frames
 
+CUTS = st.lists(st.integers(0, 10_000), max_size=8)
 
-@given(st.lists(FRAMES, max_size=8), st.lists(st.integers(0, 10_000), max_size=12))
-def test_frames_do_not_depend_on_how_the_bytes_are_cut(frames: list[Frame], cuts: list[int]) -> None:
+
+@both_builds
+@given(frames=st.lists(FRAMES, max_size=8), cuts=st.lists(st.integers(0, 10_000), max_size=12))
+def test_frames_do_not_depend_on_how_the_bytes_are_cut(
+    build: str, frames: list[Frame], cuts: list[int]
+) -> None:
     decoder = FrameDecoder()
     found: list[Frame] = []
-    for piece in pieces(b"".join(map(encoded, frames)), cuts):
-        found += decoder.receive_data(piece)
-    assert found == frames
+    with using(build):
+        for piece in pieces(b"".join(map(encoded, frames)), cuts):
+            found += decoder.receive_data(piece)
+    assert joined(found) == joined(frames)
     assert decoder.take_rest() == b""
 
 
-@given(st.lists(FRAMES, min_size=1, max_size=5), st.lists(st.integers(0, 10_000), max_size=8))
+@given(st.lists(ANSWERS, min_size=1, max_size=5), st.lists(st.integers(0, 10_000), max_size=8))
 def test_one_frame_at_a_time_gives_the_same_frames(frames: list[Frame], cuts: list[int]) -> None:
     decoder = FrameDecoder()
     found: list[Frame] = []
@@ -80,7 +102,7 @@ def test_one_frame_at_a_time_gives_the_same_frames(frames: list[Frame], cuts: li
     assert found == frames
 
 
-@given(st.lists(FRAMES, min_size=1, max_size=4), st.binary(max_size=200), st.lists(st.integers(0, 10_000)))
+@given(st.lists(ANSWERS, min_size=1, max_size=4), st.binary(max_size=200), st.lists(st.integers(0, 10_000)))
 def test_bytes_after_a_frame_can_be_taken_undecoded(
     frames: list[Frame], rest: bytes, cuts: list[int]
 ) -> None:
@@ -98,19 +120,32 @@ def test_bytes_after_a_frame_can_be_taken_undecoded(
     assert decoder.take_rest() + b"".join(behind) == rest
 
 
-@given(st.binary(max_size=300), st.lists(st.integers(0, 10_000), max_size=8))
+HEADS = st.builds(
+    struct.Struct(">ii").pack,
+    st.sampled_from([29, 30, 33, 34, 40, 100, 101, -1, 2**31 - 1]),
+    st.sampled_from([RESPONSE, MESSAGE, MESSAGE_WITH_HEADERS, 4, -1]),
+)
+BLOCK_SIZES = st.sampled_from([0, 1, 60, 66, 67, -1, 2**31 - 1]).map(struct.Struct(">i").pack)
+ODD = st.builds(lambda head, size, rest: head + bytes(26) + size + rest, HEADS, BLOCK_SIZES, st.binary())
+
+
+@given(st.binary(max_size=300) | st.lists(ODD | FRAMES.map(encoded), max_size=4).map(b"".join), CUTS)
 def test_any_bytes_are_frames_or_refused_however_they_are_cut(data: bytes, cuts: list[int]) -> None:
-    def outcome(parts: list[bytes]) -> tuple[list[Frame], str]:
-        decoder = FrameDecoder(max_size=200)
+    def outcome(build: str, parts: list[bytes]) -> tuple[list[Frame], str]:
+        decoder = FrameDecoder(max_size=100)
         found: list[Frame] = []
         try:
-            for part in parts:
-                found += decoder.receive_data(part)
+            with using(build):
+                for part in parts:
+                    found += decoder.receive_data(part)
         except BadFrame as error:
-            return found + error.frames, str(error)
-        return found, ""
+            return joined(found + error.frames), str(error)
+        return joined(found), ""
 
-    assert outcome(pieces(data, cuts)) == outcome([data])
+    whole = [data]
+    assert (
+        len({repr(outcome(build, parts)) for build in BUILDS for parts in (pieces(data, cuts), whole)}) == 1
+    )
 
 
 OKS = st.lists(st.just(Response(b"OK")), max_size=5)
@@ -126,7 +161,7 @@ def test_only_a_pure_run_of_oks_is_counted(
     for piece in pieces(b"".join(map(encoded, frames)), cuts):
         count = decoder.receive_oks(piece)
         found += [Response(b"OK")] * count if count else decoder.receive_data(piece)
-    assert found == frames
+    assert joined(found) == joined(frames)
     assert decoder.take_rest() == b""
 
 
@@ -142,7 +177,7 @@ def test_frames_before_a_bad_one_come_with_the_error() -> None:
     good = frame(RESPONSE, b"OK") + message_frame("1")
     with pytest.raises(BadFrame) as caught:
         FrameDecoder().receive_data(good + frame(7, b""))
-    assert [type(one) for one in caught.value.frames] == [Response, Received]
+    assert [type(one) for one in caught.value.frames] == [Response, list]
 
 
 def test_an_error_need_not_be_utf_8() -> None:
@@ -161,31 +196,39 @@ def test_an_unknown_frame_type_is_refused_before_its_data_arrive(kind: int) -> N
         FrameDecoder().receive_data(struct.pack(">ii", 1 << 30, kind))
 
 
-def test_a_message_too_short_for_its_head_is_refused() -> None:
-    with pytest.raises(BadFrame, match="a message frame of 29 bytes"):
-        FrameDecoder().receive_data(frame(MESSAGE, b"x" * 25))
-    (found,) = FrameDecoder().receive_data(frame(MESSAGE, b"x" * 26))
-    assert isinstance(found, Received) and found.body == b""
+@both_builds
+def test_a_message_too_short_for_its_head_is_refused(build: str) -> None:
+    with using(build):
+        with pytest.raises(BadFrame, match="a message frame of 29 bytes"):
+            FrameDecoder().receive_data(frame(MESSAGE, b"x" * 25))
+        assert FrameDecoder().receive_data(frame(MESSAGE, bytes(26))) == [[(0, 0, bytes(16), b"", b"")]]
 
 
+@both_builds
 @pytest.mark.parametrize(
     ("size", "rest"), [(0, b""), (3, b"abc"), (2, b"abc"), (4, b"abc"), (-1, b"abc"), (None, b"abc")]
 )
-def test_a_header_block_must_be_within_its_frame(size: int | None, rest: bytes) -> None:
+def test_a_header_block_must_be_within_its_frame(build: str, size: int | None, rest: bytes) -> None:
     data = bytes(26) + (struct.pack(">i", size) if size is not None else b"") + rest
-    if size is not None and 0 <= size <= len(rest):
-        (found,) = FrameDecoder().receive_data(frame(MESSAGE_WITH_HEADERS, data))
-        assert isinstance(found, Received) and (found.headers, found.body) == (rest[:size], rest[size:])
-        return
-    with pytest.raises(BadFrame, match="a message frame of .* bytes"):
-        FrameDecoder().receive_data(frame(MESSAGE_WITH_HEADERS, data))
+    with using(build):
+        if size is not None and 0 <= size <= len(rest):
+            found = FrameDecoder().receive_data(frame(MESSAGE_WITH_HEADERS, data))
+            assert found == [[(0, 0, bytes(16), rest[size:], rest[:size])]]
+            return
+        with pytest.raises(BadFrame, match="a message frame of .* bytes"):
+            FrameDecoder().receive_data(frame(MESSAGE_WITH_HEADERS, data))
 
 
-def test_max_size_bounds_a_frame_with_its_type() -> None:
-    decoder = FrameDecoder(max_size=14)
-    assert decoder.receive_data(frame(RESPONSE, b"x" * 10)) == [Response(b"x" * 10)]
-    with pytest.raises(BadFrame, match="a frame of 15 bytes is longer than 14"):
-        decoder.receive_data(frame(RESPONSE, b"x" * 11)[:8])
+@both_builds
+def test_max_size_bounds_a_frame_with_its_type(build: str) -> None:
+    decoder = FrameDecoder(max_size=34)
+    assert decoder.receive_data(frame(RESPONSE, b"x" * 30)) == [Response(b"x" * 30)]
+    with pytest.raises(BadFrame, match="a frame of 35 bytes is longer than 34"):
+        decoder.receive_data(frame(RESPONSE, b"x" * 31)[:8])
+    decoder = FrameDecoder(max_size=34)
+    with using(build), pytest.raises(BadFrame, match="a frame of 35 bytes is longer than 34") as caught:
+        decoder.receive_data(message_frame("1", b"four") + message_frame("2", b"five!"))
+    assert [[body for _, _, _, body, _ in run] for run in caught.value.frames] == [[b"four"]]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("max_size", [0, 1 << 20])
@@ -211,6 +254,9 @@ def test_a_large_frame_in_many_pieces_is_joined_once() -> None:
 
 # Commands, as the server's side hears them
 
+PUB = wire.pub_line(b"t")
+MPUB = wire.mpub_line(PUB)
+
 
 @pytest.mark.parametrize(
     ("data", "expected"),
@@ -234,9 +280,9 @@ def test_the_server_reads_fin_as_written() -> None:
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (wire.pub(b"t", b"body"), Publish("PUB", "t", [b"body"])),
-        (wire.dpub(b"t", 250, b"body"), Publish("DPUB", "t", [b"body"], 250)),
-        (wire.mpub(b"t", [b"a", b"bc", b"\n"]), Publish("MPUB", "t", [b"a", b"bc", b"\n"])),
+        (wire.pub(PUB, b"body"), Publish("PUB", "t", [b"body"])),
+        (wire.pub(wire.dpub_line(PUB, 250), b"body"), Publish("DPUB", "t", [b"body"], 250)),
+        (wire.mpub(MPUB, [b"a", b"bc", b"\n"]), Publish("MPUB", "t", [b"a", b"bc", b"\n"])),
     ],
 )
 def test_the_server_reads_publishes_as_written(data: bytes, expected: object) -> None:
@@ -259,7 +305,7 @@ def test_in_an_mpub_each_message_follows_its_size(build: str, bodies: list[bytes
     expected = b"MPUB t\n" + struct.pack(">i", len(content)) + content
     with using(build):
         for given_as in (bodies, tuple(bodies), [bytearray(body) for body in bodies]):
-            assert wire.mpub(b"t", given_as) == expected
+            assert wire.mpub(MPUB, given_as) == expected
 
 
 NAMES = st.text("ab-.", min_size=1, max_size=3) | st.sampled_from(["nsq-", "nsq-other", *ORIGIN])
@@ -276,13 +322,23 @@ def test_in_an_mpub_with_headers_each_message_begins_with_its_block(
     framed = [with_headers(body, one) for body, one in zip(bodies, left, strict=True)]
     same = headers[0] or {}
     with using(build):
-        made = wire.mpub_with_headers(b"t", bodies, headers, list)
-        expected = wire.mpub(b"t headers", framed) if any(left) else wire.mpub(b"t", bodies)
+        made = wire.mpub_with_headers(MPUB, bodies, headers, list)
+        expected = wire.mpub(MPUB + wire.WITH_HEADERS, framed) if any(left) else wire.mpub(MPUB, bodies)
         assert made == (expected, any(left))
         # Iterators take the way of Python.
-        assert wire.mpub_with_headers(b"t", iter(bodies), iter(headers), list) == made
-        for_all = wire.mpub_with_headers(b"t", bodies, same, list)
-        assert for_all == wire.mpub_with_headers(b"t", bodies, [same] * len(bodies), list)
+        assert wire.mpub_with_headers(MPUB, iter(bodies), iter(headers), list) == made
+        for_all = wire.mpub_with_headers(MPUB, bodies, same, list)
+        assert for_all == wire.mpub_with_headers(MPUB, bodies, [same] * len(bodies), list)
+
+
+@both_builds
+@given(body=st.binary(min_size=1, max_size=9), headers=HEADERS)
+def test_a_single_message_begins_with_its_block(build: str, body: bytes, headers: dict[str, str]) -> None:
+    left = without_origin(headers)
+    expected = wire.pub(PUB + wire.WITH_HEADERS, with_headers(body, left)) if left else wire.pub(PUB, body)
+    with using(build):
+        assert wire.pub_with_headers(PUB, body, headers) == (expected, bool(left))
+        assert wire.pub_with_headers(PUB, body, MappingProxyType(headers)) == (expected, bool(left))
 
 
 @both_builds
@@ -300,14 +356,23 @@ def test_in_an_mpub_with_headers_each_message_begins_with_its_block(
 )
 def test_bad_headers_of_an_mpub_are_refused(build: str, bodies: Any, headers: Any, text: str) -> None:
     with using(build), pytest.raises((ValueError, TypeError), match=text):
-        wire.mpub_with_headers(b"t", bodies, headers, list)
+        wire.mpub_with_headers(MPUB, bodies, headers, list)
+
+
+@both_builds
+@pytest.mark.parametrize(
+    "headers", [{"no good": "v"}, {"k": "\ud800"}, {"k": 5}, {"k": "v" * 65536}, [{"k": "v"}]]
+)
+def test_bad_headers_of_a_single_message_are_refused(build: str, headers: Any) -> None:
+    with using(build), pytest.raises((ValueError, TypeError, AttributeError)):
+        wire.pub_with_headers(PUB, b"x", headers)
 
 
 @both_builds
 @pytest.mark.parametrize("bodies", [[], (), [b""], [b"x", b""], [b"x", bytearray()]])
 def test_no_messages_and_empty_ones_are_refused(build: str, bodies: list[bytes]) -> None:
     with using(build), pytest.raises(ValueError, match="there must be messages, and none of them empty"):
-        wire.mpub(b"t", bodies)
+        wire.mpub(MPUB, bodies)
 
 
 @pytest.mark.parametrize("others", [[], [b"x"], [b"four"]])
@@ -315,4 +380,4 @@ def test_a_message_whose_length_is_not_its_bytes_is_refused(others: list[bytes])
     """It would end the connection, and the publishes of others with it."""
     numbers = memoryview(struct.pack("4i", 1, 2, 3, 4)).cast("i")
     with pytest.raises(TypeError, match="length"):
-        wire.mpub(b"t", [*others, numbers])  # type: ignore[list-item]
+        wire.mpub(MPUB, [*others, numbers])  # type: ignore[list-item]

@@ -270,6 +270,12 @@ def test_a_reply_larger_than_the_limit_is_a_failure(size: int) -> None:
         decoded([struct.pack(">i", size)])
 
 
+def test_the_answer_of_an_http_port_is_named() -> None:
+    """Somebody gave nsqd the HTTP address of an nsqlookupd. The size was 1,213,486,160 bytes."""
+    with pytest.raises(BadReply, match="unexpected HTTP response, a TCP endpoint of nsqlookupd is required"):
+        decoded([b"HTTP/1.1 400 Bad Request\r\n"])
+
+
 def test_the_identify_reply_tells_where_http_is() -> None:
     fields = {"broadcast_address": "lookup.example", "hostname": "h", "http_port": 4161, "tcp_port": 4160}
     reply = encode_identify_reply(**fields, version="1.3.0")[4:]  # type: ignore[arg-type]  # mixed on purpose

@@ -12,6 +12,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from nsparq import kernel
 from nsparq.broker.client import Client
 from nsparq.broker.cold_reads import cannot_read
 from nsparq.broker.framing import frames_for
@@ -235,9 +236,9 @@ class Delivery:
             buffer, offsets = frames_for(client, batch, topic.first_id)
         else:
             if batch.frames is None:
-                batch.frames = build_frames(
-                    topic.first_id + batch.base, batch.timestamps_ns, batch.lengths, batch.data
-                )
+                build = kernel.build_frames or build_frames
+                first_id = topic.first_id + batch.base
+                batch.frames = build(first_id, batch.timestamps_ns, batch.lengths, batch.data)
             buffer, offsets = batch.frames
         position = cursor.position
         index = position - batch.base

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 
+from nsparq import kernel
 from nsparq.broker.client import Client
 from nsparq.broker.tagged import DEAD_LETTERS
 from nsparq.dead_letter import PREFIX, DeadLetter
@@ -21,10 +22,12 @@ _DEAD = PREFIX.encode()
 def frames_for(client: Client, batch: Batch, first_id: int) -> tuple[bytes, array[int]]:
     """First-delivery frames and their offsets. `first_id` is the id of sequence number 0."""
     first_id += batch.base
+    build = kernel.build_frames or build_frames
     if batch.headers is not None and client.identity.headers:
         if batch.frames_with_headers is None:
-            batch.frames_with_headers = build_frames(
-                first_id, batch.timestamps_ns, batch.lengths, batch.data, batch.headers
+            blocks = batch.headers.lengths, batch.headers.data
+            batch.frames_with_headers = build(
+                first_id, batch.timestamps_ns, batch.lengths, batch.data, *blocks
             )
         return batch.frames_with_headers
     if batch.frames is None:
@@ -32,7 +35,7 @@ def frames_for(client: Client, batch: Batch, first_id: int) -> tuple[bytes, arra
         if batch.headers is not None and batch.tag == DEAD_LETTERS:
             letters = _letters_as_json(batch, batch.headers)
             lengths, data = letters.lengths, letters.data
-        batch.frames = build_frames(first_id, batch.timestamps_ns, lengths, data)
+        batch.frames = build(first_id, batch.timestamps_ns, lengths, data)
     return batch.frames
 
 

@@ -349,7 +349,7 @@ class Consumer:
             return
         assert self._loop is not None
         connection.is_closing = True
-        self._distribution.remove(connection, self._now())
+        self._distribution.remove(connection)
         self._schedule()
         connection.write(wire.CLS)
         # A server that does not confirm must not keep the connection open.
@@ -387,7 +387,7 @@ class Consumer:
         self._inbox.drop_answered()
         if not connection.is_closing or reason is not None:
             logger.warning("%s: lost %s: %s", self, connection, reason_of(reason))
-        self._distribution.remove(connection, self._now())
+        self._distribution.remove(connection)
         self._discovery.lost(connection)
         self._schedule()
 

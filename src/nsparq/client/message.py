@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.client.consume.rdy import Signal
-from nsparq.headers import decode_headers
+from nsparq.headers import with_lazy_headers
 
 if TYPE_CHECKING:
     from nsparq.client.connect.connection import Connection
     from nsparq.client.consume.in_flight import InFlight
+    from nsparq.wire.client import Received
 
 __all__ = ["Message", "Reject", "Requeue"]
 
@@ -35,6 +36,7 @@ class Reject(Exception):
     after its last attempt: `on_give_up` and `dead_letter` get it, and it is finished."""
 
 
+@with_lazy_headers
 class Message:
     """Finished when its handler returns, requeued when it raises, or answered by hand."""
 
@@ -51,48 +53,33 @@ class Message:
         "touched",
     )
 
-    def __init__(
-        self,
-        in_flight: InFlight,
-        connection: Connection,
-        message_id: bytes,
-        body: bytes,
-        timestamp_ns: int,
-        attempts: int,
-        now: float,
-        headers: bytes,
-    ) -> None:
-        """`headers` is the header block."""
+    timestamp_ns: int
+    """When it was published."""
+    attempts: int
+    """Deliveries, this one included."""
+    id: bytes
+    """16 hex digits."""
+    body: bytes
+    headers: Mapping[str, str]
+    """Names, in lower case, and values. Empty if the message has no headers."""
+    _headers: bytes | Mapping[str, str]
+    """Their block, until somebody asks for them."""
+
+    def __init__(self, in_flight: InFlight, connection: Connection, received: Received, now: float) -> None:
+        self.timestamp_ns, self.attempts, self.id, self.body, self._headers = received
         self._in_flight = in_flight
         self._connection = connection
-        self.id = message_id
-        """16 hex digits."""
-        self.body = body
-        self.timestamp_ns = timestamp_ns
-        """When it was published."""
-        self.attempts = attempts
-        """Deliveries, this one included."""
         self.is_answered = False
         """Also True when the connection is lost: then an answer has no effect."""
         self.auto_response = True
         """Set it to False in a handler that answers later, from elsewhere."""
         self.touched = now
         """When its timeout began, on the event loop's clock."""
-        self._headers: bytes | dict[str, str] = headers
-        """The block, until somebody asks for the headers."""
 
     @property
     def address(self) -> str:
         """Of the nsqd that sent it."""
         return self._connection.address
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Names, in lower case, and values. Empty if the message has no headers."""
-        headers = self._headers
-        if isinstance(headers, bytes):
-            headers = self._headers = decode_headers(headers)
-        return headers
 
     def json(self) -> Any:
         """The body, parsed as JSON. Raises ValueError."""

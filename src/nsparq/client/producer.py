@@ -27,7 +27,7 @@ from nsparq.client.errors import ConnectFailed, PublishFailed, PublishTimeout, S
 from nsparq.client.message import check_delay
 from nsparq.client.payloads.encode import encode_bodies, encode_payload
 from nsparq.client.payloads.numbers import Numbers, name_in_child
-from nsparq.headers import Headers, HeadersOfMany, encode_headers, without_origin
+from nsparq.headers import Headers, HeadersOfMany
 from nsparq.names import is_valid_name
 from nsparq.private_random import private_random
 from nsparq.wire import client as wire
@@ -87,8 +87,8 @@ class Producer:
         self._failed: dict[str, float] = {}
         """When each broker last failed."""
         self._is_stopped = False
-        self._names: dict[str, bytes] = {}
-        """Encoded names of topics, already checked."""
+        self._lines: dict[str, bytes] = {}
+        """The line of PUB for each topic, whose name was checked."""
         self._begin()
         _all.add(self)
         if self.config.tracing is not None:
@@ -179,24 +179,20 @@ class Producer:
         Raises PublishFailed with the broker's error, NotConnected or ConnectFailed, PublishTimeout,
         Stopped; HeadersNotSupported if there are `headers` and the broker does not know them; TypeError
         for an object that has no form in JSON; ValueError for an empty message or bad headers."""
-        name = self._names.get(topic) or self._name(topic)
+        line = self._lines.get(topic) or self._line(topic)
         if type(body) is not bytes:
             body = encode_payload(body)
         if not body:
             raise ValueError("an empty message cannot be published")
-        end = b""
         if defer:
             check_delay(defer)
+            line = wire.dpub_line(line, milliseconds(defer))
         if self._numbers is not None:
-            body, end = self._numbers.message(topic, body, headers), wire.WITH_HEADERS
-        elif headers and (headers := without_origin(headers)):
-            body, end = wire.with_headers(encode_headers(headers), body), wire.WITH_HEADERS
-        if defer:
-            await self._send(wire.dpub(name, milliseconds(defer), body, end), bool(end))
-        elif end:
-            await self._send(wire.pub(name + end, body), True)
+            await self._send(self._numbers.pub(topic, line, body, headers), True)
+        elif headers:
+            await self._send(*wire.pub_with_headers(line, body, headers))
         else:
-            await self._send(wire.pub(name, body))
+            await self._send(wire.pub(line, body))
 
     async def publish_many(
         self,
@@ -208,24 +204,24 @@ class Producer:
         """Publish several messages, all or none of them: bytes, texts or objects, as publish().
         `headers` is a mapping for all of them, or a list with one mapping, or None, for each. Raises as
         publish()."""
-        name = self._names.get(topic) or self._name(topic)
+        line = wire.mpub_line(self._lines.get(topic) or self._line(topic))
         if self._numbers is not None:
-            await self._send(self._numbers.mpub(topic, name, bodies, headers, encode_bodies), True)
+            await self._send(self._numbers.mpub(topic, line, bodies, headers, encode_bodies), True)
         elif headers is None:
-            await self._send(wire.mpub(name, bodies, encode_bodies))
+            await self._send(wire.mpub(line, bodies, encode_bodies))
         else:
-            await self._send(*wire.mpub_with_headers(name, bodies, headers, encode_bodies))
+            await self._send(*wire.mpub_with_headers(line, bodies, headers, encode_bodies))
 
-    def _name(self, topic: str) -> bytes:
-        """The encoded name of a topic. Raises ValueError."""
+    def _line(self, topic: str) -> bytes:
+        """Raises ValueError for an invalid name."""
         name = topic.encode()
         if not is_valid_name(name):
             # The broker would close the connection, and other publishes on it would fail.
             raise ValueError(f"invalid topic name {topic!r}")
-        if len(self._names) > 1000:
-            self._names.clear()
-        self._names[topic] = name
-        return name
+        if len(self._lines) > 1000:
+            self._lines.clear()
+        self._lines[topic] = line = wire.pub_line(name)
+        return line
 
     async def _send(self, command: bytes, needs_headers: bool = False) -> None:
         if self._is_stopped:

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from nsparq import kernel
 from nsparq.errors import NsparqError
-from nsparq.headers import HeadersOfMany, encode_headers, without_origin
+from nsparq.headers import Headers, HeadersOfMany, encode_headers, without_origin
 from nsparq.wire.frames import ERROR, MESSAGE, MESSAGE_WITH_HEADERS, RESPONSE
 
 MAGIC: Final = b"  V2"
@@ -23,15 +23,14 @@ CLOSE_WAIT: Final = b"CLOSE_WAIT"
 WITH_HEADERS: Final = b" headers"
 """Ends the line of a publish command whose messages begin with their headers."""
 
-_pack_size = struct.Struct(">i").pack
-_MESSAGE = struct.Struct(">qH16s")
-_MESSAGE_WITH_HEADERS = struct.Struct(">qH16si")
+_SIZE = struct.Struct(">i")
+_pack_size = _SIZE.pack
 _HEAD = struct.Struct(">ii")
 _FRAME_HEAD = 8
+_MESSAGE = struct.Struct(">iiqH16s")
 _OK_FRAME = _HEAD.pack(4 + len(OK), RESPONSE) + OK
-_MESSAGE_HEAD = 26
-_LEAST = {RESPONSE: 4, ERROR: 4, MESSAGE: 4 + _MESSAGE_HEAD, MESSAGE_WITH_HEADERS: 8 + _MESSAGE_HEAD}
-"""Smallest size of each type of frame."""
+_KINDS = (RESPONSE, ERROR, MESSAGE, MESSAGE_WITH_HEADERS)
+_MAX_INT = (1 << 31) - 1
 _HTTP = 0x48545450
 """The letters HTTP where the size of a frame should be."""
 
@@ -54,18 +53,11 @@ class Error(NamedTuple):
     """As the server wrote it: code, blank, description."""
 
 
-class Received(NamedTuple):
-    """A message as nsqd sent it."""
-
-    timestamp_ns: int
-    attempts: int
-    id: bytes
-    body: bytes
-    headers: bytes = b""
-    """The header block."""
-
-
-Frame = Response | Error | Received
+Received = tuple[int, int, bytes, bytes, bytes]
+"""A message as nsqd sent it: time of its publication in ns, attempts, id, body, header block. A plain
+tuple, because that is made fastest."""
+Frame = Response | Error | list[Received]
+"""Messages that arrive behind each other are one list."""
 
 
 class FrameDecoder:
@@ -73,7 +65,7 @@ class FrameDecoder:
 
     def __init__(self, max_size: int = 0) -> None:
         """`max_size` bounds a frame, in bytes; 0 means no bound."""
-        self._max_size = max_size
+        self._max_size = max_size or _MAX_INT
         self._buffer = b""
         self._chunks: list[bytes] = []
         self._missing = 0
@@ -110,36 +102,25 @@ class FrameDecoder:
 
     def _decode(self, buffer: bytes, frames: list[Frame], most: int) -> int:
         position, available = 0, len(buffer)
-        append, unpack_head, unpack_message = frames.append, _HEAD.unpack_from, _MESSAGE.unpack_from
-        unpack_with_headers = _MESSAGE_WITH_HEADERS.unpack_from
         self._missing = 0
         while available - position >= _FRAME_HEAD:
-            size, kind = unpack_head(buffer, position)
+            size, kind = _HEAD.unpack_from(buffer, position)
             end = position + 4 + size
             # Check before waiting for its bytes: nothing is kept of what is not a frame.
-            if size < 4 or (self._max_size and size > self._max_size) or kind not in _LEAST:
+            if size < 4 or size > self._max_size or kind not in _KINDS:
                 raise self._bad_head(size, kind)
-            if size < _LEAST[kind]:
-                raise BadFrame(f"a message frame of {size} bytes")
             if end > available:
                 self._missing = end - available
                 break
-            start = position + _FRAME_HEAD
-            if kind == MESSAGE:
-                timestamp_ns, attempts, message_id = unpack_message(buffer, start)
-                append(Received(timestamp_ns, attempts, message_id, buffer[start + _MESSAGE_HEAD : end]))
-            elif kind == MESSAGE_WITH_HEADERS:
-                timestamp_ns, attempts, message_id, block_size = unpack_with_headers(buffer, start)
-                block_start = start + _MESSAGE_HEAD + 4
-                body_start = block_start + block_size
-                if not block_start <= body_start <= end:
-                    raise BadFrame(f"a message frame of {size} bytes: its headers do not fit")
-                block, body = buffer[block_start:body_start], buffer[body_start:end]
-                append(Received(timestamp_ns, attempts, message_id, body, block))
-            elif kind == RESPONSE:
-                append(Response(buffer[start:end]))
+            if kind == RESPONSE:
+                frames.append(Response(buffer[position + _FRAME_HEAD : end]))
+            elif kind == ERROR:
+                frames.append(Error(buffer[position + _FRAME_HEAD : end].decode("utf-8", "replace")))
             else:
-                append(Error(buffer[start:end].decode("utf-8", "replace")))
+                messages, end = decode_messages(buffer, position, self._max_size)
+                if not messages:
+                    raise BadFrame(f"a message frame of {size} bytes: its parts do not fit")
+                frames.append(messages)
             position = end
             if most and len(frames) >= most:
                 break
@@ -150,7 +131,7 @@ class FrameDecoder:
             return BadFrame("unexpected HTTP response, a nsqd TCP endpoint is required")
         if size < 4:
             return BadFrame(f"a frame of {size} bytes")
-        if self._max_size and size > self._max_size:
+        if size > self._max_size:
             return BadFrame(f"a frame of {size} bytes is longer than {self._max_size}")
         return BadFrame(f"a frame of type {kind}")
 
@@ -161,6 +142,33 @@ class FrameDecoder:
         self._chunks.clear()
         self._missing = 0
         return rest
+
+
+def decode_messages(buffer: bytes, position: int, max_size: int) -> tuple[list[Received], int]:
+    """The messages from `position` on, up to a frame that is not whole, too long or not a message; and
+    the position of that frame."""
+    if kernel.decode_messages is not None:
+        return kernel.decode_messages(buffer, position, max_size)
+    messages: list[Received] = []
+    available = len(buffer)
+    append, unpack_message, unpack_block_size = messages.append, _MESSAGE.unpack_from, _SIZE.unpack_from
+    while available - position >= _MESSAGE.size:
+        size, kind, timestamp_ns, attempts, message_id = unpack_message(buffer, position)
+        start, end = position + _MESSAGE.size, position + 4 + size
+        if not start <= end <= available or size > max_size:
+            break
+        block = b""
+        if kind == MESSAGE_WITH_HEADERS and end - start >= _SIZE.size:
+            block_start = start + 4
+            start = block_start + unpack_block_size(buffer, start)[0]
+            if not block_start <= start <= end:
+                break
+            block = buffer[block_start:start]
+        elif kind != MESSAGE:
+            break
+        append((timestamp_ns, attempts, message_id, buffer[start:end], block))
+        position = end
+    return messages, position
 
 
 # Commands
@@ -203,13 +211,37 @@ def touch(message_id: bytes) -> bytes:
     return b"TOUCH " + message_id + b"\n"
 
 
-def pub(topic: bytes, body: bytes) -> bytes:
-    return b"PUB %b\n%b%b" % (topic, _pack_size(len(body)), body)
+# Publish commands. `line` is the first line of the command, without its end.
 
 
-def dpub(topic: bytes, delay_ms: int, body: bytes, end: bytes = b"") -> bytes:
-    """`end` is WITH_HEADERS if the message has them; in PUB and MPUB it stands behind the topic."""
-    return b"DPUB %b %d%b\n%b%b" % (topic, delay_ms, end, _pack_size(len(body)), body)
+def pub_line(topic: bytes) -> bytes:
+    return b"PUB " + topic
+
+
+def dpub_line(pub_line: bytes, delay_ms: int) -> bytes:
+    return b"D%b %d" % (pub_line, delay_ms)
+
+
+def mpub_line(pub_line: bytes) -> bytes:
+    return b"M" + pub_line
+
+
+def pub(line: bytes, body: bytes) -> bytes:
+    """PUB or DPUB."""
+    return b"%b\n%b%b" % (line, _pack_size(len(body)), body)
+
+
+def pub_with_headers(line: bytes, body: bytes, headers: Headers) -> tuple[bytes, bool]:
+    """As pub(), and whether the message has headers: otherwise the command is NSQ's own. The number of
+    an idempotent producer is left out. Raises TypeError for a value that is not a text."""
+    if kernel.encode_with_headers is not None:
+        encoded = kernel.encode_with_headers(line, body, headers)
+        if encoded is not None:
+            return encoded, True
+    headers = without_origin(headers)
+    if not headers:
+        return pub(line, body), False
+    return pub(line + WITH_HEADERS, with_headers(encode_headers(headers), body)), True
 
 
 def with_headers(block: bytes, body: bytes) -> bytes:
@@ -218,12 +250,11 @@ def with_headers(block: bytes, body: bytes) -> bytes:
 
 
 def mpub_with_headers(
-    topic: bytes, bodies: Any, headers: HeadersOfMany, encode: Callable[[Any], Sequence[bytes]]
+    line: bytes, bodies: Any, headers: HeadersOfMany, encode: Callable[[Any], Sequence[bytes]]
 ) -> tuple[bytes, bool]:
-    """As mpub(), and whether any message has headers: otherwise the command is NSQ's own. The numbers
-    of an idempotent producer are left out. Raises TypeError for a value that is not a text."""
-    if kernel.encode_mpub_headers is not None:
-        encoded = kernel.encode_mpub_headers(topic, bodies, headers)
+    """As pub_with_headers(), for several messages."""
+    if kernel.encode_with_headers is not None:
+        encoded = kernel.encode_with_headers(line, bodies, headers)
         if encoded is not None:
             return encoded, True
     bodies = encode(bodies)
@@ -234,15 +265,15 @@ def mpub_with_headers(
     if len(blocks) != len(bodies):
         raise ValueError(f"{len(bodies)} messages, but {len(blocks)} headers")
     if not any(blocks) or not all(bodies):
-        return mpub(topic, bodies), False
-    return mpub(topic + WITH_HEADERS, [*map(with_headers, blocks, bodies)]), True
+        return mpub(line, bodies), False
+    return mpub(line + WITH_HEADERS, [*map(with_headers, blocks, bodies)]), True
 
 
-def mpub(topic: bytes, bodies: Any, encode: Callable[[Any], Sequence[bytes]] | None = None) -> bytes:
+def mpub(line: bytes, bodies: Any, encode: Callable[[Any], Sequence[bytes]] | None = None) -> bytes:
     """`bodies` are bytes, unless `encode` makes them so. Raises ValueError if there is no message, or
     an empty one."""
     if kernel.encode_mpub is not None:
-        encoded = kernel.encode_mpub(topic, bodies)
+        encoded = kernel.encode_mpub(line, bodies)
         if encoded is not None:
             return encoded
     if encode is not None:
@@ -252,7 +283,7 @@ def mpub(topic: bytes, bodies: Any, encode: Callable[[Any], Sequence[bytes]] | N
     if not count or not all(sizes):
         raise ValueError("there must be messages, and none of them empty")
     total = 4 * count + sum(sizes)
-    head = b"MPUB %b\n%b%b" % (topic, pack(4 + total), pack(count))
+    head = b"%b\n%b%b" % (line, pack(4 + total), pack(count))
     # Sizes and bodies alternate. Slices fill them in without a Python loop.
     if sizes.count(sizes[0]) == count:
         command = pack(sizes[0]).join([head, *bodies])

@@ -246,6 +246,10 @@ class ReplyDecoder:
         while len(buffer) - position >= _SIZE.size:
             (size,) = _SIZE.unpack_from(buffer, position)
             if not 0 <= size <= self._max_size:
+                if buffer.startswith(b"HTTP", position):
+                    raise BadReply(
+                        "unexpected HTTP response, a TCP endpoint of nsqlookupd is required (port 4160)"
+                    )
                 raise BadReply(f"reply of {size} bytes; at most {self._max_size} are taken")
             end = position + _SIZE.size + size
             if end > len(buffer):

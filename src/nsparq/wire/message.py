@@ -21,12 +21,11 @@ from __future__ import annotations
 import struct
 from array import array
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from nsparq import kernel
 from nsparq.packed import PackedBodies
 from nsparq.wire.frames import MESSAGE, MESSAGE_WITH_HEADERS
 
@@ -48,12 +47,9 @@ Timestamps = int | npt.NDArray[np.int64]
 """One publish time for the whole batch, or one for each message."""
 
 
-class Frames(NamedTuple):
-    """The frames of consecutive messages; frame i is `buffer[offsets[i]:offsets[i + 1]]`."""
-
-    buffer: bytes
-    offsets: array[int]
-    """Of type "q"."""
+Frames = tuple[bytes, "array[int]"]
+"""The frames of consecutive messages end to end, and their offsets: an array of type "q" in which
+frame i is from offsets[i] to offsets[i + 1]."""
 
 
 def build_frames(
@@ -61,19 +57,17 @@ def build_frames(
     timestamps_ns: Timestamps,
     lengths: array[int],
     data: bytes,
-    headers: PackedBodies | None = None,
+    block_lengths: array[int] | None = None,
+    blocks: bytes = b"",
 ) -> Frames:
     """First-delivery frames (attempts = 1) of the messages whose bodies lie end to end in `data`,
-    with their header blocks if these are given."""
-    if kernel.build_frames is not None:
-        blocks = () if headers is None else (headers.lengths, headers.data)
-        buffer, offsets = kernel.build_frames(first_id, timestamps_ns, lengths, data, *blocks)
-        return Frames(buffer, array("q", offsets))
-    if headers is not None:
-        return _build_with_headers(first_id, timestamps_ns, PackedBodies(lengths, data), headers)
-    if len(lengths) < _FEW and isinstance(timestamps_ns, int):
-        return _build_few(first_id, timestamps_ns, lengths, data)
+    with their header blocks if these are given. kernel.build_frames does the same."""
     count = len(lengths)
+    if count < _FEW or block_lengths is not None:
+        if block_lengths is None:
+            block_lengths = array("I", [0]) * count
+        headers = PackedBodies(block_lengths, blocks)
+        return _build_one_by_one(first_id, timestamps_ns, PackedBodies(lengths, data), headers)
     sizes = np.frombuffer(lengths, np.uint32)
     heads = np.empty(count, _RECORD)
     heads["size"] = sizes + (FRAME_OVERHEAD - 4)
@@ -90,24 +84,10 @@ def build_frames(
     pieces[0::2] = heads.view("V34").tolist()
     pieces[1::2] = [data[a:b] for a, b in zip([0, *body_ends], body_ends, strict=False)]
     ends += np.arange(FRAME_OVERHEAD, FRAME_OVERHEAD * (count + 1), FRAME_OVERHEAD)
-    return Frames(b"".join(pieces), array("q", [0, *ends.tolist()]))
+    return b"".join(pieces), array("q", [0, *ends.tolist()])
 
 
-def _build_few(first_id: int, timestamp_ns: int, lengths: array[int], data: bytes) -> Frames:
-    pieces = []
-    position = 0
-    for index, length in enumerate(lengths):
-        pieces.append(_HEAD.pack(length + FRAME_OVERHEAD - 4, MESSAGE, timestamp_ns, 1))
-        pieces.append(b"%016x" % (first_id + index))
-        pieces.append(data[position : position + length])
-        position += length
-    if position != len(data):
-        raise ValueError("lengths do not add up")
-    offsets = accumulate((length + FRAME_OVERHEAD for length in lengths), initial=0)
-    return Frames(b"".join(pieces), array("q", offsets))
-
-
-def _build_with_headers(
+def _build_one_by_one(
     first_id: int, timestamps_ns: Timestamps, bodies: PackedBodies, headers: PackedBodies
 ) -> Frames:
     if sum(bodies.lengths) != len(bodies.data) or sum(headers.lengths) != len(headers.data):
@@ -122,7 +102,7 @@ def _build_with_headers(
             kind, data = MESSAGE_WITH_HEADERS, _BLOCK_SIZE.pack(len(block)) + block + body
         head = _HEAD.pack(len(data) + FRAME_OVERHEAD - 4, kind, stamp_ns, 1)
         frames.append(b"%b%016x%b" % (head, first_id + index, data))
-    return Frames(b"".join(frames), array("q", accumulate(map(len, frames), initial=0)))
+    return b"".join(frames), array("q", accumulate(map(len, frames), initial=0))
 
 
 def with_attempts(frame: bytes, attempts: int) -> bytes:

@@ -466,7 +466,7 @@ def test_tls_with_a_certificate_of_the_authority_given() -> None:
             await until(lambda: recorder.responses == [b"OK"])
             peer.send_message("1", b"x" * 200_000)
             await until(lambda: recorder.messages)
-            assert len(recorder.messages[0].body) == 200_000
+            assert len(recorder.messages[0][3]) == 200_000
             await ended(connection)
 
     run(main())
@@ -554,7 +554,7 @@ def test_frames_are_reported_in_order_and_heartbeats_are_answered() -> None:
                 peer.send_bytes(bytes([byte]))
             peer.send_error("E_FIN_FAILED FIN 1 failed")
             await until(lambda: recorder.errors)
-            assert [message.id[-1:] for message in recorder.messages] == [b"1", b"2"]
+            assert [message_id[-1:] for _, _, message_id, _, _ in recorder.messages] == [b"1", b"2"]
             assert (recorder.responses, recorder.errors) == ([b"CLOSE_WAIT"], ["E_FIN_FAILED FIN 1 failed"])
             await until(lambda: peer.nop_count == 1)
             await ended(connection)
@@ -678,7 +678,7 @@ def test_a_server_that_reads_nothing_is_disconnected_after_write_timeout() -> No
             connection.write(wire.NOP)
             await asyncio.sleep(0.05)
             assert connection.is_writable
-            connection.write(wire.pub(b"t", bytes(32 << 20)))
+            connection.write(wire.pub(b"PUB t", bytes(32 << 20)))
             await until(lambda: not connection.is_writable)
             began = asyncio.get_running_loop().time()
             await until(lambda: recorder.ends)
@@ -694,7 +694,7 @@ def test_a_server_that_reads_slowly_stays_connected() -> None:
             recorder = Recorder()
             connection, peer = await connect(nsqd, recorder, write_timeout=0.5)
             peer.is_reading = False
-            connection.write(wire.pub(b"t", bytes(16 << 20)))
+            connection.write(wire.pub(b"PUB t", bytes(16 << 20)))
             transport: Any = peer._writer.transport
             for _ in range(20):
                 await asyncio.sleep(0.05)
@@ -717,7 +717,7 @@ def test_close_sends_everything_that_was_written() -> None:
         async with ScriptedNsqd() as nsqd:
             recorder = Recorder()
             connection, peer = await connect(nsqd, recorder)
-            connection.write(wire.pub(b"t", bytes(4 << 20)))
+            connection.write(wire.pub(b"PUB t", bytes(4 << 20)))
             connection.write(wire.CLS)
             await ended(connection)
             await until(lambda: peer.is_ended)
@@ -734,7 +734,7 @@ def test_close_does_not_wait_for_a_server_that_reads_nothing() -> None:
             peer.is_reading = False
             connection.write(wire.NOP)
             await asyncio.sleep(0.05)
-            connection.write(wire.pub(b"t", bytes(32 << 20)))
+            connection.write(wire.pub(b"PUB t", bytes(32 << 20)))
             began = asyncio.get_running_loop().time()
             await ended(connection)
             assert asyncio.get_running_loop().time() - began < 1.1

@@ -66,7 +66,7 @@ class Rig:
 
     def lose(self, peer: FakePeer) -> None:
         self.peers.remove(peer)
-        self.distribution.remove(peer, self.now)
+        self.distribution.remove(peer)
 
     def signal(self, signal: Signal) -> None:
         self.distribution.signal(signal, self.now)
@@ -264,7 +264,7 @@ def test_losing_all_connections_in_backoff_leaves_the_next_one_to_probe() -> Non
 
 def test_losing_an_unknown_connection_has_no_effect() -> None:
     rig = Rig()
-    rig.distribution.remove(FakePeer(rig), rig.now)
+    rig.distribution.remove(FakePeer(rig))
     assert rig.distribution.next_event() is None
 
 

@@ -6,16 +6,28 @@ import pytest
 
 from nsparq.client.payloads.encode import encode_bodies
 from nsparq.client.payloads.numbers import Numbers, name_in_child
-from nsparq.headers import HeadersOfMany, decode_headers
+from nsparq.headers import Headers, HeadersOfMany, decode_headers
 from nsparq.wire.limits import Limits
 from nsparq.wire.mpub import decode_multiple
 from tests.wire.harness import BUILDS, using
 
 
-def headers_of(message: bytes) -> list[tuple[str, str]]:
-    """In the order in which they stand there."""
-    size = int.from_bytes(message[:4])
-    return [*decode_headers(message[4 : 4 + size]).items()]
+def message(
+    numbers: Numbers, topic: str, body: bytes, headers: Headers | None = None
+) -> tuple[bytes, list[tuple[str, str]]]:
+    """Body and headers of the message in a PUB; the same with and without the kernel."""
+    first = numbers._next[topic]
+    commands = set()
+    for build in BUILDS:
+        numbers._next[topic] = first
+        with using(build):
+            commands.add(numbers.pub(topic, b"PUB t", body, headers))
+    (command,) = commands
+    line, _, rest = command.partition(b"\n")
+    assert line == b"PUB t headers"
+    assert int.from_bytes(rest[:4]) == len(rest) - 4
+    behind = 8 + int.from_bytes(rest[4:8])
+    return rest[behind:], [*decode_headers(rest[8:behind]).items()]
 
 
 def messages(
@@ -27,10 +39,10 @@ def messages(
     for build in BUILDS:
         numbers._next[topic] = first
         with using(build):
-            commands.add(numbers.mpub(topic, topic.encode(), bodies, headers, encode_bodies))
+            commands.add(numbers.mpub(topic, b"MPUB t", bodies, headers, encode_bodies))
     (command,) = commands
     line, _, rest = command.partition(b"\n")
-    assert line == b"MPUB " + topic.encode() + b" headers"
+    assert line == b"MPUB t headers"
     found = decode_multiple(rest[4:], Limits(), has_headers=True)
     assert int.from_bytes(rest[:4]) == len(rest) - 4 and found.headers is not None
     blocks = [[*decode_headers(block).items()] for block in found.headers[:]]
@@ -44,15 +56,15 @@ def own(numbers: Numbers, number: int) -> list[tuple[str, str]]:
 
 def test_each_topic_is_counted_by_itself() -> None:
     numbers = Numbers("p")
-    assert numbers.message("a", b"x") == numbers.message("b", b"x")
+    assert message(numbers, "a", b"x") == message(numbers, "b", b"x") == (b"x", own(numbers, 0))
     assert messages(numbers, "a", [b"x", b"y"]) == [(b"x", own(numbers, 1)), (b"y", own(numbers, 2))]
-    assert numbers.message("a", b"x").endswith(b"3x")
+    assert message(numbers, "a", b"x") == (b"x", own(numbers, 3))
 
 
 def test_headers_of_the_user_come_behind_and_those_of_another_producer_go() -> None:
     numbers = Numbers()
     passed_on = {"k": "v", "nsq-number": "7", "nsq-producer": "other", "nsq-epoch": "1"}
-    assert headers_of(numbers.message("t", b"x", passed_on)) == [*own(numbers, 0), ("k", "v")]
+    assert message(numbers, "t", b"x", passed_on) == (b"x", [*own(numbers, 0), ("k", "v")])
     several = messages(numbers, "t", [b"x", b"y"], [{"a": "1"}, None])
     assert several == [(b"x", [*own(numbers, 1), ("a", "1")]), (b"y", own(numbers, 2))]
     assert messages(numbers, "t", [b"x"], passed_on) == [(b"x", [*own(numbers, 3), ("k", "v")])]
@@ -71,14 +83,15 @@ def test_a_batch_of_any_length_has_consecutive_numbers() -> None:
 def test_bad_headers_take_no_number() -> None:
     numbers = Numbers()
     for headers in ({"k": "v" * 65_500}, {"no good": ""}):
-        with pytest.raises(ValueError):
-            numbers.message("t", b"x", headers)
+        for build in BUILDS:
+            with using(build), pytest.raises(ValueError):
+                numbers.pub("t", b"PUB t", b"x", headers)
     cases = (([b"x", b""], None), ([b"x"], [{}, {}]), ([], None), ([b"x"], {"k": "v" * 65_440}))
     for build in BUILDS:
         for bodies, several in cases:
             with using(build), pytest.raises(ValueError):
-                numbers.mpub("t", b"t", bodies, several, encode_bodies)  # type: ignore[arg-type]
-    assert headers_of(numbers.message("t", b"x")) == own(numbers, 0)
+                numbers.mpub("t", b"MPUB t", bodies, several, encode_bodies)  # type: ignore[arg-type]
+    assert message(numbers, "t", b"x") == (b"x", own(numbers, 0))
 
 
 def test_names() -> None:

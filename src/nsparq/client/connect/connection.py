@@ -19,7 +19,7 @@ from nsparq.client.connect.handshake import DEFAULT_MAX_RDY, Handshake
 from nsparq.client.errors import ConnectFailed, reason_of
 from nsparq.transport.layers import LayerError, LayerStack
 from nsparq.wire import client as wire
-from nsparq.wire.client import BadFrame, Error, Frame, FrameDecoder, Received, Response
+from nsparq.wire.client import BadFrame, Frame, FrameDecoder, Received, Response
 
 DEFAULT_MSG_TIMEOUT_S: Final = 60.0
 """For a server that does not negotiate."""
@@ -205,29 +205,18 @@ class Connection(asyncio.BufferedProtocol):
             self._handle_frames(self.decoder.receive_data(data))
 
     def _handle_frames(self, frames: list[Frame]) -> None:
-        messages: list[Received] = []
+        listener = self._listener
+        if listener is None:
+            return
         for frame in frames:
-            if type(frame) is Received:
-                messages.append(frame)
-                continue
-            if messages:
-                self._report(messages)
-                messages = []
-            listener = self._listener
-            if type(frame) is Response:
-                if frame.data == wire.HEARTBEAT:
-                    self.write(wire.NOP)
-                elif listener is not None:
-                    listener.on_response(self, frame.data, 1)
-            elif listener is not None:
-                assert type(frame) is Error
+            if isinstance(frame, list):
+                listener.on_messages(self, frame)
+            elif isinstance(frame, Response) and frame.data == wire.HEARTBEAT:
+                self.write(wire.NOP)
+            elif isinstance(frame, Response):
+                listener.on_response(self, frame.data, 1)
+            else:
                 listener.on_error(self, frame.text)
-        if messages:
-            self._report(messages)
-
-    def _report(self, messages: list[Received]) -> None:
-        if self._listener is not None:
-            self._listener.on_messages(self, messages)
 
     def eof_received(self) -> bool:
         self._reason = self._reason or ConnectionResetError("the server closed the connection")

@@ -12,7 +12,7 @@ from nsparq.client.connect.secret import reason_to_withhold
 from nsparq.client.errors import ConnectFailed, reason_of
 from nsparq.transport.layers import Layer, LayerStack
 from nsparq.wire import client as wire
-from nsparq.wire.client import Error, Received
+from nsparq.wire.client import Error
 
 if TYPE_CHECKING:
     from nsparq.client.connect.connection import Connection
@@ -73,7 +73,7 @@ class Handshake:
             frame = frames[0]
             if isinstance(frame, Error):
                 raise self._failed(f"{command} failed: {frame.text}")
-            if isinstance(frame, Received):
+            if isinstance(frame, list):
                 raise self._failed(f"the server sent a message before the reply to {command}")
             if frame.data != wire.HEARTBEAT:
                 return frame.data

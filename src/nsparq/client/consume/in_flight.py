@@ -62,10 +62,7 @@ class InFlight:
         now = connection.last_message = self._loop.time()
         connection.in_flight += len(received)
         self.received += len(received)
-        messages = [
-            Message(self, connection, one.id, one.body, one.timestamp_ns, one.attempts, now, one.headers)
-            for one in received
-        ]
+        messages = [Message(self, connection, one, now) for one in received]
         self._messages.update(dict.fromkeys(messages))
         return messages
 

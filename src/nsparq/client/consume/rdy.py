@@ -98,7 +98,7 @@ class Distribution:
                 self._update(other, now)
         self._update(peer, now)
 
-    def remove(self, peer: Peer, now: float) -> None:
+    def remove(self, peer: Peer) -> None:
         """Forget a connection, and its RDY."""
         share = self._shares.pop(peer, None)
         if share is None:

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from nsparq import kernel
 from nsparq.headers import MAX_BLOCK, ORIGIN, Headers, HeadersOfMany, encode_headers, without_origin
-from nsparq.wire.client import WITH_HEADERS, mpub, with_headers
+from nsparq.wire.client import WITH_HEADERS, mpub, pub, with_headers
 
 __all__ = ["Numbers", "name_in_child"]
 
@@ -38,33 +38,37 @@ class Numbers:
         values = self.name, str(self.epoch)
         self._prefix = encode_headers(dict(zip(ORIGIN, values, strict=False))) + _NUMBER
 
-    def message(self, topic: str, body: bytes, headers: Headers | None = None) -> bytes:
-        """A message with the next number. Raises ValueError, TypeError."""
-        block = self._own(headers)
+    def pub(self, topic: str, line: bytes, body: bytes, headers: Headers | None = None) -> bytes:
+        """A PUB or DPUB of a message with the next number. Raises ValueError, TypeError."""
         number = self._next[topic]
-        message = self._numbered(number, block, body)
+        command = self._compiled(line, body, headers, number)
+        if command is None:
+            command = pub(line + WITH_HEADERS, self._numbered(number, self._own(headers), body))
         self._next[topic] = number + 1
-        return message
+        return command
 
     def mpub(
         self,
         topic: str,
-        name: bytes,
+        line: bytes,
         bodies: Any,
         headers: HeadersOfMany | None,
         encode: Callable[[Any], Sequence[bytes]],
     ) -> bytes:
-        """An MPUB of messages with consecutive numbers; `name` is that of the topic, encoded. `encode`
-        makes bytes of bodies. Raises ValueError, TypeError."""
+        """An MPUB of messages with consecutive numbers. `encode` makes bytes of bodies. Raises
+        ValueError, TypeError."""
         first = self._next[topic]
-        command: bytes | None = None
-        if kernel.encode_mpub_headers is not None:
-            command = kernel.encode_mpub_headers(name, bodies, headers, self._prefix, first)
+        command = self._compiled(line, bodies, headers, first)
         if command is None:
             bodies = encode(bodies)
-            command = mpub(name + WITH_HEADERS, self._messages(first, bodies, headers))
+            command = mpub(line + WITH_HEADERS, self._messages(first, bodies, headers))
         self._next[topic] = first + len(bodies)
         return command
+
+    def _compiled(self, line: bytes, bodies: Any, headers: HeadersOfMany | None, first: int) -> bytes | None:
+        if kernel.encode_with_headers is None:
+            return None
+        return kernel.encode_with_headers(line, bodies, headers, self._prefix, first)
 
     def _messages(self, first: int, bodies: Sequence[bytes], headers: HeadersOfMany | None) -> list[bytes]:
         if not all(bodies):
