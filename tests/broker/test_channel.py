@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from nsparq.broker.delivery import MAX_WRITE
+from nsparq.broker.rounds import MAX_WRITE
 from nsparq.broker.scan import SLICE
 from nsparq.broker.stats import broker_stats, channel_stats
 from nsparq.errors import ClientError, Exiting, SubscribeRefused
@@ -779,7 +779,7 @@ def test_clients_that_come_and_go_leave_nothing_behind(rig: Rig, paused: bool):
         channel.pause()
     for _ in range(100):
         rig.disconnect(rig.subscribe(rdy=1))
-    assert sum(map(len, channel.delivery._lines)) < 10
+    assert sum(map(len, channel.delivery.lines)) < 10
 
 
 # Pause, unpause, empty.

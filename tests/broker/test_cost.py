@@ -17,7 +17,7 @@ from nsparq.broker.channel import Channel
 from nsparq.broker.checkpoint import Checkpoint
 from nsparq.broker.delivery import Delivery
 from nsparq.broker.ephemeral import EphemeralBound
-from nsparq.broker.inflight import Run
+from nsparq.broker.runs import Run
 from nsparq.broker.stats import broker_stats
 from nsparq.broker.topic import Topic
 from nsparq.broker.turn import Publishing

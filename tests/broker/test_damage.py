@@ -71,20 +71,31 @@ def test_damaged_deferred_messages_lose_no_others(rig: Rig, rdy: int, damaged: i
 
 
 def test_damage_found_by_one_channel_is_known_to_the_others(rig: Rig):
+    """Also that deferred messages are among what is lost: the depth no longer leaves them out."""
     rig.channel("slow")
     rig.channel("quick")
     rig.publish("t", b"first")
-    rig.publish("t", b"later", defer_ms=3_600_000)
-    rig.publish("t", b"last")
+    rig.publish("t", b"later 1", defer_ms=3_600_000)
+    rig.publish("t", b"lost")
+    rig.publish("t", b"later 2", defer_ms=3_600_000)
     rig.close()
-    zero(rig, b"later")
+    for body in (b"lost", b"later 2"):
+        zero(rig, body)
     rig.start()
+    assert [counts(rig.channel(name)) for name in ("quick", "slow")] == [(2, 0, 2)] * 2
+    clients = []
     for name in ("quick", "slow"):
         client = rig.subscribe("t", name, rdy=1)
+        clients.append(client)
         (first,) = client.take()
+        assert first.body == b"first"
         rig.finish(client, first)
-        assert client.take_bodies() == [b"last"]
-        assert counts(rig.channel(name)) == (0, 1, 1)
+        assert client.take() == []
+        assert counts(rig.channel(name)) == (0, 0, 2)
+        assert rig.topic().log.corrupt_messages == 2
+        assert counts(rig.channel("slow")) == ((1, 0, 2) if name == "quick" else (0, 0, 2))
+    rig.publish("t", b"afterwards")
+    assert [client.take_bodies() for client in clients] == [[b"afterwards"]] * 2
 
 
 # damage to a channel's files

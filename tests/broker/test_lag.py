@@ -128,3 +128,19 @@ def test_the_drain_time_follows_from_the_rate_of_minutes(make_rig: MakeRig) -> N
     rig.publish("t", *bodies(3000))
     rig.pass_time(1)
     assert lag(rig)[2] is None and lag(rig)[1] < 0  # type: ignore[operator]
+
+
+def test_the_drain_rate_forgets_what_was_minutes_ago(make_rig: MakeRig) -> None:
+    rig = make_rig(mem_queue_size=10_000)
+    channel = rig.channel()
+    rig.publish("t", *bodies(3000))
+    start = channel.cursor.position
+    finished = 0
+    for rate, seconds in ((6, 300), (2, 300)):
+        for _ in range(seconds):
+            finished += rate
+            channel.commit(start + finished)
+            rig.pass_time(1)
+            rig.maintain()
+            assert finished < 72 or lag(rig)[1] is not None, "once it is known, it stays known"
+    assert lag(rig)[1:] == (2, 300)

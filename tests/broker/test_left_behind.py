@@ -10,7 +10,7 @@ import pytest
 
 from nsparq.broker.channel import Channel
 from nsparq.broker.client import Client
-from nsparq.broker.inflight import Run
+from nsparq.broker.runs import Run
 from nsparq.broker.topic import Topic
 from nsparq.storage.batch import Batch
 from nsparq.storage.disk_log import DiskLog

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from nsparq.errors import Exiting
+from nsparq.options import TABLE
 from nsparq.storage.log_range import OffsetAhead
 from tests.broker.rig import SECOND, FakeClient, Later, Rig, bodies, counts, publish
 
 MakeRig = Callable[..., Rig]
+README = Path(__file__).parents[2] / "README.md"
 MODES = ["os", "fsync", "memory"]
 KEPT = {"retention_bytes": 1 << 30}
 """Keeps old messages, so that a seek finds them."""
@@ -87,6 +91,27 @@ def test_after_a_seek_messages_are_sent_as_if_for_the_first_time(make_rig: MakeR
     rig.turn()
     (again,) = client.take()
     assert (again.id, again.attempts, again.timestamp_ns) == (message.id, 1, message.timestamp_ns)
+
+
+@pytest.mark.parametrize("with_flags", [True, False])
+def test_yesterday_is_replayed_only_with_the_flags_that_the_readme_names(make_rig: MakeRig, with_flags: bool):
+    points = re.split(r"\n(?=- |\n)", README.read_text(encoding="utf-8"))
+    (promise,) = (point for point in points if "back to yesterday noon" in " ".join(point.split()))
+    _, flags = TABLE.read_flags(re.findall(r"--[\w-]+=\w+", promise) if with_flags else [])
+    rig = make_rig(max_bytes_per_file=1000, **flags)
+    client = rig.subscribe(rdy=100)
+    start = number(rig)
+    yesterday = bodies(10, size=800)
+    for body in yesterday:
+        rig.publish("t", body)
+    assert consume(rig, client) == yesterday
+    rig.pass_time(24 * 3600)
+    rig.publish("t", b"today" * 100)
+    assert consume(rig, client) == [b"today" * 100]
+    rig.maintain()
+    rig.channel().seek(start)
+    rig.turn()
+    assert consume(rig, client) == [*(yesterday if with_flags else []), b"today" * 100]
 
 
 def test_seeking_forward_finishes_the_messages_before_it(rig: Rig):

@@ -19,12 +19,12 @@ from nsparq.broker.client import Client
 from nsparq.broker.cursor import Cursor
 from nsparq.broker.dead_letters import DeadLetters
 from nsparq.broker.delivery import Delivery
-from nsparq.broker.inflight import Run
 from nsparq.broker.lag import Lag
 from nsparq.broker.latency import Latency
 from nsparq.broker.message_key import key_reader
 from nsparq.broker.ordering import Ordering
 from nsparq.broker.retries import Retries, refuse_cycle
+from nsparq.broker.runs import Run
 from nsparq.broker.unfinished import Unfinished
 from nsparq.delivery_policy import DeliveryPolicy, Failure
 from nsparq.errors import Exiting, SubscribeRefused

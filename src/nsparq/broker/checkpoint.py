@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nsparq.broker.dead_letters import GivenUp
 from nsparq.storage.gaps import Gaps
@@ -41,24 +41,16 @@ class Checkpoint:
         build_exceptions = channel.unfinished.capture()
         written_ns = topic.broker.wall_ns()
         ahead_ns = written_ns - topic.broker.monotonic_ns()
-        state = ChannelState(
+        state = self._state(
             cursor=cursor.position,
             seen=topic.visible_end,
             written_ns=written_ns,
-            paused=channel.paused,
             skips=[*cursor.skips.ranges],
             replay=cursor.replay if cursor.position < cursor.replay[0] else (0, 0),
             # What the log has dropped is finished or carried over, also after a redrive.
             carried_before=max(channel.carried_over.before, topic.log.start),
-            incarnation=topic.incarnation,
-            channel=channel.name,
             disk_end=topic.log.disk_end,
-            owner=channel.owner,
-            owned_since_ns=channel.owned_since_ns,
-            policy=channel.retries.stored(),
-            ordered_by=channel.ordering.ordered_by,
         )
-        channel.dead_letters.note_in(state)
 
         def build() -> ChannelState:
             state.sequences, state.attempts, due_ns, state.failures = build_exceptions()
@@ -72,19 +64,21 @@ class Checkpoint:
     def state_at(self, sequence: int) -> ChannelState:
         """The state of the channel after a seek: everything from `sequence` on is to be
         delivered."""
+        topic = self._channel.topic
+        return self._state(cursor=sequence, seen=sequence, replay=(topic.visible_end, topic.broker.wall_ns()))
+
+    def _state(self, **place: Any) -> ChannelState:
+        """State of the channel. `place` has the fields that depend on the position."""
         channel = self._channel
-        topic = channel.topic
         state = ChannelState(
-            cursor=sequence,
-            seen=sequence,
             paused=channel.paused,
-            replay=(topic.visible_end, topic.broker.wall_ns()),
-            incarnation=topic.incarnation,
+            incarnation=channel.topic.incarnation,
             channel=channel.name,
             owner=channel.owner,
             owned_since_ns=channel.owned_since_ns,
             policy=channel.retries.stored(),
             ordered_by=channel.ordering.ordered_by,
+            **place,
         )
         channel.dead_letters.note_in(state)
         return state

@@ -12,7 +12,7 @@ from nsparq.wire.server import INIT
 
 if TYPE_CHECKING:
     from nsparq.broker.channel import Channel
-    from nsparq.broker.inflight import Run
+    from nsparq.broker.runs import Run
 
 
 class Secured(Protocol):

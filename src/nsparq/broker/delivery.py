@@ -1,40 +1,45 @@
-"""Sending a channel's messages to its clients, and taking the clients' answers: FIN, REQ, TOUCH.
+"""Sending a channel's messages to its clients, and the messages in flight until the clients have
+answered: FIN, REQ, TOUCH.
 
-Messages are spread evenly over the clients that are ready, in rounds. Mostly one client is ready and
-nothing was requeued. Then that client gets everything new.
+Mostly one client is ready and nothing was requeued. Then that client gets everything new. Otherwise
+the messages are spread over the clients in rounds: see broker.rounds.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections import deque
-from functools import partial
+from collections import Counter, deque
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from itertools import chain, count
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from nsparq import kernel
 from nsparq.broker.client import Client
 from nsparq.broker.cold_reads import cannot_read
 from nsparq.broker.framing import frames_for
-from nsparq.broker.inflight import Run
-from nsparq.broker.sampling import is_left_out, send_sample
+from nsparq.broker.rounds import MAX_WRITE, Rounds
+from nsparq.broker.runs import LongerRuns, Run
+from nsparq.broker.sampling import send_sample
 from nsparq.delivery_policy import Failure
 from nsparq.errors import AnswerFailed, ClientError
 from nsparq.storage.batch import Batch
 from nsparq.storage.segment import Cold
-from nsparq.wire.message import build_frames, with_attempts
+from nsparq.wire.message import build_frames
 
 if TYPE_CHECKING:
     from nsparq.broker.channel import Channel
 
 logger = logging.getLogger(__name__)
 
-MAX_WRITE: Final = 128 << 10
-"""Bytes sent to one client before the next one is served."""
 MAX_HELD: Final = 4
 """Limit on memory pinned by a slow client, as a multiple of what it was sent."""
 PUMP_NS: Final = 10_000_000
 """How long one channel may send before the rest of the daemon is served."""
+
+_order = count()
 
 
 class Delivery:
@@ -45,24 +50,19 @@ class Delivery:
         self._topic = channel.topic
         self._cursor = channel.cursor
         self._unfinished = channel.unfinished
-        self._lines: tuple[deque[Client], ...] = (deque(), deque(), deque())
+        self.lines: tuple[deque[Client], ...] = (deque(), deque(), deque())
         """Clients that are ready, by their distance: see Channel._distance. The first line that is
         not empty is served."""
         self.ready_clients = 0
         """Number of clients in all lines."""
         self.counts = [0, 0, 0]
         """Messages delivered to clients of each distance."""
-        self._turns = 0
-        """Clients still to be served in the present round."""
-        self._share = 0
-        """Messages for each of them."""
+        self._rounds = Rounds(channel, self)
         self._batch: Batch | None = None
         """The batch under the cursor."""
         self._open: Run | None = None
         """The last delivery of the present pump(), which may grow. Where latencies are recorded it
         does not grow: there a run needs the publish time of each message."""
-        self._requeued_next = True
-        """Which comes next when both requeued and new messages wait."""
         self.reading: Cold | None = None
         """What a thread reads from disk at the moment. Nothing is sent meanwhile."""
         self.must_wait = False
@@ -83,7 +83,7 @@ class Delivery:
         if not client.is_queued and client.capacity > 0:
             client.is_queued = True
             self.ready_clients += 1
-            self._lines[client.distance].append(client)
+            self.lines[client.distance].append(client)
         has_messages = self._unfinished.requeued or self._cursor.position < self._topic.visible_end
         if has_messages and self.ready_clients:
             self._topic.broker.next_turn.add_channel(self._channel)
@@ -94,12 +94,12 @@ class Delivery:
             self.launch(self._open)
             self._open = None
         if client.is_queued:
-            self._unqueue(client)
+            self.unqueue(client)
 
-    def _unqueue(self, client: Client) -> None:
+    def unqueue(self, client: Client) -> None:
         client.is_queued = False
         self.ready_clients -= 1
-        self._lines[client.distance].remove(client)
+        self.lines[client.distance].remove(client)
 
     def moved(self) -> None:
         """The cursor was moved elsewhere: what was read there is of no use."""
@@ -123,10 +123,10 @@ class Delivery:
             can_send = channel.ordering.learn_keys(keys, stop_ns)
         try:
             is_simple = self.ready_clients == 1 and keys is None
-            if can_send and is_simple and not (self._unfinished.requeued or self._turns):
+            if can_send and is_simple and not (self._unfinished.requeued or self._rounds.turns):
                 can_send = self._stream(now_ns, stop_ns)
             while can_send:
-                can_send = self._round(now_ns, stop_ns)
+                can_send = self._rounds.serve(now_ns, stop_ns)
         finally:
             run, self._open = self._open, None
             if run is not None:
@@ -144,7 +144,7 @@ class Delivery:
     def _stream(self, now_ns: int, stop_ns: int) -> bool:
         """Send everything new to the only ready client. False when nothing more can be sent now."""
         topic, cursor = self._topic, self._cursor
-        near, middle, far = self._lines
+        near, middle, far = self.lines
         client = (near or middle or far)[0]
         self._channel.checkpoint.is_stale = True
         start = cursor.position
@@ -155,74 +155,18 @@ class Delivery:
                 topic.broker.next_turn.add_channel(self._channel)
                 return False
             try:
-                passed = self._send_new(client, client.ready_count - client.in_flight, now_ns)
+                passed = self.send_new(client, client.ready_count - client.in_flight, now_ns)
             except (Cold, OSError) as error:
                 cannot_read(self._channel, error)
                 return False
             self.counts[client.distance] += passed
         if client.is_queued:
-            self._unqueue(client)
+            self.unqueue(client)
         return self.ready_clients > 0
-
-    def _round(self, now_ns: int, stop_ns: int) -> bool:
-        """Give each ready client its share. False when nothing more can be sent now."""
-        channel, cursor, requeued = self._channel, self._cursor, self._unfinished.requeued
-        near, middle, far = self._lines
-        ready, clock = near or middle or far, self._topic.broker.monotonic_ns
-        before = (cursor.position, len(requeued), len(ready))
-        if not self._turns:
-            depth = max(0, channel.depth)
-            self._turns = min(len(ready), depth)
-            self._share = max(1, depth // len(ready)) if ready else 0
-        while self._turns and ready:
-            if clock() > stop_ns:
-                self._topic.broker.next_turn.add_channel(channel)
-                return False
-            self._turns -= 1
-            client = ready[0]
-            if not self._serve(client, now_ns):
-                self._turns = 0
-                return False
-            # A send can end the connection. Then the client has left the line, and another is
-            # first.
-            if client.is_queued:
-                ready.rotate(-1)
-                if client.capacity <= 0:
-                    ready.pop()
-                    client.is_queued = False
-                    self.ready_clients -= 1
-        self._turns = 0
-        # A round without progress is the last one, whatever the depth says.
-        has_moved = before != (cursor.position, len(requeued), len(ready))
-        return has_moved and self.ready_clients > 0 and channel.depth > 0
-
-    def _serve(self, client: Client, now_ns: int) -> bool:
-        """Give one client its share, up to its capacity. False when nothing can be sent now."""
-        cursor, requeued = self._cursor, self._unfinished.requeued
-        wanted, keys = self._share, self._unfinished.keys
-        send_new = self._send_new if keys is None else partial(self._channel.ordering.send_new, keys)
-        while wanted > 0 and (capacity := client.capacity) > 0:
-            if self.reading is not None:
-                return False
-            is_requeued = requeued and (self._requeued_next or cursor.position >= self._topic.visible_end)
-            self._requeued_next = not is_requeued
-            send = self._send_again if is_requeued else send_new
-            try:
-                passed = send(client, min(capacity, wanted), now_ns)
-            except (Cold, OSError) as error:
-                cannot_read(self._channel, error)
-                return False
-            self._channel.mark_changed()
-            if not passed and not requeued:
-                # The cursor is at the end. A wrong depth must not keep us here.
-                break
-            self.counts[client.distance] += passed
-            wanted -= passed
-        return True
 
     # new messages
 
-    def _send_new(self, client: Client, limit: int, now_ns: int) -> int:
+    def send_new(self, client: Client, limit: int, now_ns: int) -> int:
         """Send up to `limit` messages at the cursor. Gives how many the cursor has passed."""
         topic, cursor, batch = self._topic, self._cursor, self._batch
         reach = topic.visible_end
@@ -292,6 +236,17 @@ class Delivery:
             if batch.due_ns and not cursor.delivers_deferred(batch.base, batch.due_ns):
                 cursor.jump(min(batch.end, topic.visible_end))
 
+    def find(self, sequence: int) -> tuple[Batch, int] | None:
+        """A message: the batch that has it, and its index there. None if it is lost."""
+        carried = self._channel.carried_over.store
+        batch = carried.read(sequence) if sequence in carried.kept else None
+        if batch is None:
+            batch = self._topic.log.read(sequence, wait=self.must_wait)
+            self.must_wait = False
+        if batch is None or not batch.base <= sequence < batch.end:
+            return None
+        return batch, sequence - batch.base
+
     def launch(self, run: Run) -> None:
         """The messages of a delivery are in flight from now on."""
         self._unfinished.in_flight.add(run)
@@ -306,60 +261,6 @@ class Delivery:
             client.message_count += len(frames)
             client.send(b"".join(frames))
 
-    # requeued messages
-
-    def _send_again(self, client: Client, limit: int, now_ns: int) -> int:
-        channel, requeued = self._channel, self._unfinished.requeued
-        frames: list[bytes] = []
-        keys, passed = self._unfinished.keys, 0
-        deadline_ns = now_ns + client.msg_timeout_ns
-        expires = channel.retries.expires
-        size = 0
-        for _ in range(min(limit, len(requeued))):
-            try:
-                found = self.find(requeued[0])
-            except (Cold, OSError):
-                if frames:
-                    break
-                raise
-            first, delivered = self._unfinished.take_requeued()
-            passed += 1
-            attempts = (delivered + 1) & 0xFFFF
-            if found is None:
-                channel.lost_to_damage(first)
-                continue
-            batch, index = found
-            timestamp_ns = batch.timestamp_of(index)
-            if keys is not None and not keys.admits(batch, index):
-                self._unfinished.park(first, delivered)
-                continue
-            if is_left_out(client):
-                self._unfinished.forget(first)
-                continue
-            if expires and channel.retries.is_expired(timestamp_ns):
-                channel.retries.expire(first, delivered)
-                continue
-            buffer, offsets = frames_for(client, batch, self._topic.first_id)
-            frame = buffer[offsets[index] : offsets[index + 1]]
-            frames.append(frame if attempts == 1 else with_attempts(frame, attempts))
-            size += len(frame)
-            self.launch(Run(client, first, first + 1, first, now_ns, deadline_ns, attempts, timestamp_ns))
-            if size >= MAX_WRITE:
-                break
-        self.send_frames(client, frames)
-        return passed
-
-    def find(self, sequence: int) -> tuple[Batch, int] | None:
-        """A message: the batch that has it, and its index there. None if it is lost."""
-        carried = self._channel.carried_over.store
-        batch = carried.read(sequence) if sequence in carried.kept else None
-        if batch is None:
-            batch = self._topic.log.read(sequence, wait=self.must_wait)
-            self.must_wait = False
-        if batch is None or not batch.base <= sequence < batch.end:
-            return None
-        return batch, sequence - batch.base
-
     # the clients' answers
 
     def finish(self, client: Client, spans: list[tuple[int, int]], now_ns: int) -> list[ClientError]:
@@ -371,7 +272,8 @@ class Delivery:
         for message_id, end_id in spans:
             sequence, end = message_id - first_id, end_id - first_id
             while sequence < end:
-                run = in_flight.singles.get(sequence) or in_flight.find(sequence)
+                # in_flight.find(), without the call for each message.
+                run = in_flight.singles.get(sequence) or in_flight.longer.find(sequence)
                 if run is None or run.client is not client:
                     errors.append(AnswerFailed("FIN", first_id + sequence, is_in_flight=run is not None))
                     sequence += 1
@@ -430,3 +332,112 @@ class Delivery:
         if run is None or run.client is not client:
             raise AnswerFailed(verb, message_id, is_in_flight=run is not None)
         return run, sequence
+
+
+class InFlight:
+    """All unanswered deliveries of a channel."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.singles: dict[int, Run] = {}
+        """Runs of one message, by its number."""
+        self.longer = LongerRuns()
+        """Both kinds are in the order of their delivery: after a restart they are sent again in
+        that order."""
+        self._heap: list[tuple[int, int, Run]] = []
+        """By deadline. Answered runs stay here until they are half of it."""
+        self._dead = 0
+        """Number of answered runs there."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        """The sequence numbers of all unanswered messages."""
+        return chain(self.singles, chain.from_iterable(map(Run.unanswered, self.longer)))
+
+    @property
+    def runs(self) -> list[Run]:
+        return [*self.singles.values(), *self.longer]
+
+    def lowest(self) -> int | None:
+        return min(chain(self.singles, map(attrgetter("low"), self.longer)), default=None)
+
+    def add(self, run: Run) -> None:
+        count = run.end - run.first
+        if count == 1:
+            self.singles[run.first] = run
+        else:
+            self.longer.add(run)
+        self._count += count
+        run.client.runs.add(run)
+        heappush(self._heap, (run.deadline_ns, next(_order), run))
+
+    def find(self, sequence: int) -> Run | None:
+        """The run in which the message is in flight."""
+        return self.singles.get(sequence) or self.longer.find(sequence)
+
+    def answer(self, run: Run, sequence: int, most: int = 1) -> int:
+        """Take out a message that `run` holds, and up to `most` with those behind it. Gives the
+        number."""
+        number = 1
+        if sequence == run.low and not run.holes:
+            number = min(most, run.end - sequence)
+            run.low += number
+        else:
+            run.answer_out_of_order(sequence)
+        self._count -= number
+        if run.low < run.end:
+            return number
+        # That was the last message of the run.
+        run.client.runs.discard(run)
+        if run.end - run.first == 1:
+            del self.singles[run.first]
+        else:
+            self.longer.remove(run)
+        self._dead += 1
+        if self._dead > 64 and self._dead * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].low < entry[2].end]
+            heapify(self._heap)
+            self._dead = 0
+        return number
+
+    def count_below(self, sequence: int) -> int:
+        """How many messages with smaller numbers are in flight."""
+        return sum(run.count_below(sequence) for run in self.runs)
+
+    def drop_below(self, sequence: int) -> Counter[Client]:
+        """Take out every message with a smaller number. Gives how many each client had of them."""
+        dropped: Counter[Client] = Counter()
+        for run in [run for run in self.runs if run.low < sequence]:
+            while run.low < min(run.end, sequence):
+                dropped[run.client] += self.answer(run, run.low, sequence - run.low)
+        return dropped
+
+    def next_deadline(self) -> int | None:
+        heap = self._heap
+        while heap and heap[0][2].low == heap[0][2].end:
+            heappop(heap)
+            self._dead -= 1
+        return heap[0][0] if heap else None
+
+    def first_expired(self, now_ns: int) -> Run | None:
+        """A run whose deadline has passed. It is given again until its messages have been taken
+        out."""
+        while (deadline := self.next_deadline()) is not None and deadline <= now_ns:
+            run = self._heap[0][2]
+            if run.deadline_ns <= now_ns:
+                return run
+            # TOUCH has moved the deadline.
+            heappop(self._heap)
+            heappush(self._heap, (run.deadline_ns, next(_order), run))
+        return None
+
+    def clear(self) -> None:
+        for run in self.runs:
+            run.low = run.end
+            run.client.runs.discard(run)
+        self.singles.clear()
+        self.longer.clear()
+        self._heap.clear()
+        self._count = self._dead = 0

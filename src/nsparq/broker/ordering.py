@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 from nsparq.broker.client import Client
 from nsparq.broker.cold_reads import cannot_read
 from nsparq.broker.framing import frames_for
-from nsparq.broker.inflight import Run
 from nsparq.broker.message_key import KeyReader, key_reader
+from nsparq.broker.runs import Run
 from nsparq.broker.sampling import is_left_out
 from nsparq.storage.batch import Batch
 from nsparq.storage.segment import Cold

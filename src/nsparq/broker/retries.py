@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.broker.cold_reads import cannot_read
 from nsparq.broker.dead_letters import GivenUp
-from nsparq.broker.inflight import Run
+from nsparq.broker.runs import Run
 from nsparq.delivery_policy import DeliveryPolicy, Failure, parse_policy
 from nsparq.storage.segment import Cold
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nsparq.broker.client import Client
 from nsparq.broker.framing import frames_for
-from nsparq.broker.inflight import Run
+from nsparq.broker.runs import Run
 from nsparq.private_random import private_random
 from nsparq.storage.batch import Batch
 

@@ -135,12 +135,12 @@ def _find_incarnation(files: Files, directory: Path, name: str, found: FoundTopi
     """The incarnation in the topic's file. If the channels' files disagree, the majority of all
     files and segments decides."""
     state = found.state
-    said = [one.incarnation for one in found.known_channels if one.incarnation]
+    named = [one.incarnation for one in found.known_channels if one.incarnation]
     is_own = state is not None and state.name in ("", name)
-    if state is not None and is_own and {*said} <= {state.incarnation}:
+    if state is not None and is_own and {*named} <= {state.incarnation}:
         return state.incarnation
-    known = {mark_of(incarnation): incarnation for incarnation in said}
-    votes = Counter(map(mark_of, said))
+    known = {mark_of(incarnation): incarnation for incarnation in named}
+    votes = Counter(map(mark_of, named))
     votes.update(read_marks(files, directory))
     if state is not None:
         known[mark_of(state.incarnation)] = state.incarnation

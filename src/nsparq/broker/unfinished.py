@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from nsparq.broker.deferred import Deferred
-from nsparq.broker.inflight import InFlight
+from nsparq.broker.delivery import InFlight
 
 if TYPE_CHECKING:
     from nsparq.broker.client import Client
