@@ -11,7 +11,7 @@ from nsparq import kernel
 
 
 @pytest.mark.skipif(kernel.BUILD != "compiled", reason="without compiled code the path is another one")
-@pytest.mark.parametrize(("path", "calls", "files"), [("pub", 40, 14), ("http", 40, 17)])
+@pytest.mark.parametrize(("path", "calls", "files"), [("pub", 39, 10), ("http", 39, 13)])
 def test_one_message_passes_through_few_functions(path: str, calls: int, files: int) -> None:
     trace = asyncio.run(TRACES[path]())
     found = trace.summary()

@@ -64,9 +64,9 @@ def _no_delivery_parts() -> None:
 
 
 def _no_growing_ahead() -> None:
-    from nsparq.storage import segment
+    from nsparq.storage import batch
 
-    segment.PREPARE_FROM = ENDLESS  # type: ignore[misc]  # not final here
+    batch.PREPARE_FROM = ENDLESS  # type: ignore[misc]  # not final here
 
 
 def _no_compiled_code() -> None:

@@ -20,6 +20,7 @@ from nsparq.storage.batch import BatchCache
 from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.files import Files
 from nsparq.storage.log import LogSettings
+from nsparq.storage.opening import open_log
 from nsparq.storage.raw_batch import iter_batches
 
 MIB = 1 << 20
@@ -28,7 +29,7 @@ MIB = 1 << 20
 def fill(directory: Path, batch: int, size: int, mebibytes: int) -> DiskLog:
     """A log of `mebibytes` on disk, published `batch` messages at a time."""
     log = DiskLog(Files(), directory, BatchCache(64 * MIB), LogSettings(), floor=1)
-    log.open(clean_end=1, epoch=1)
+    open_log(log, clean_end=1, epoch=1)
     bodies = [b"x" * size] * batch
     while log.size_bytes < mebibytes * MIB:
         for _ in range(1000):

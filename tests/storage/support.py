@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
+from nsparq.storage import opening
 from nsparq.storage.batch import Batch, BatchCache, encode_head, lengths_of
 from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.files import Buffer, Files
@@ -131,6 +134,15 @@ class FaultyFiles(Files):
         self.synced_directories.append(path)
 
 
+SMALL: dict[str, Any] = {"segment_bytes": 500, "memory_messages": 5}
+"""Settings with which a few messages fill a segment and the memory queue."""
+
+ALL_MODES = [*Durability]
+ON_DISK = [Durability.OS, Durability.FSYNC]
+in_all_modes = pytest.mark.parametrize("durability", ALL_MODES)
+in_disk_modes = pytest.mark.parametrize("durability", ON_DISK)
+
+
 class Message(NamedTuple):
     sequence: int
     body: bytes
@@ -155,7 +167,7 @@ def open_log(
         LogSettings(**settings),
         floor=epoch,
     )
-    log.open(clean_end=clean_end, epoch=epoch)
+    opening.open_log(log, clean_end=clean_end, epoch=epoch)
     return log
 
 
@@ -252,7 +264,3 @@ def write_segment(directory: Path, base: int, content: bytes) -> Segment:
     segment = Segment(FaultyFiles(), directory, base)
     segment.open(last=False)
     return segment
-
-
-ALL_MODES = [*Durability]
-ON_DISK = [Durability.OS, Durability.FSYNC]

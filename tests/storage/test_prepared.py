@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nsparq.storage import segment as module
-from nsparq.storage.segment import PREPARE_FROM, PREPARE_SIZE, Segment
+from nsparq.storage import batch
+from nsparq.storage import segment as segment_module
+from nsparq.storage.batch import PREPARE_FROM, PREPARE_SIZE
+from nsparq.storage.segment import Segment
 
 from .support import (
     FLOOR,
@@ -29,8 +31,9 @@ STEP = 1024
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PREPARE_FROM", 2 * STEP)
-    monkeypatch.setattr(module, "PREPARE_SIZE", STEP)
+    monkeypatch.setattr(batch, "PREPARE_FROM", 2 * STEP)
+    for module in (batch, segment_module):
+        monkeypatch.setattr(module, "PREPARE_SIZE", STEP)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.log import Durability, Log, LogSettings, TopicPositions
 from nsparq.storage.memory_log import MemoryLog
 from nsparq.storage.metadata import TopicEntry
+from nsparq.storage.opening import open_log
 from nsparq.storage.state_files import ChannelState
 
 if TYPE_CHECKING:
@@ -109,8 +110,8 @@ class Topic:
             self.log = log
         else:
             self.broker.files.make_directory(self.directory)
-            self.log = self._new_log(self.directory, epoch)
-            self.log.open(clean_end=epoch, epoch=epoch)
+            self.log = disk_log = self._new_log(self.directory, epoch)
+            open_log(disk_log, clean_end=epoch, epoch=epoch)
         self.origin = self.visible_end = self.log.end
         if self.broker.asks_for_channels():
             self._hold_for_discovery(self.log.end)
@@ -136,7 +137,7 @@ class Topic:
             for start, end in state.gaps:
                 log.gaps.add(start, end)
         entries = archived_entries(self.broker, self.directory, self.name, self.incarnation)
-        log.open(clean_end=clean_end, epoch=epoch, needed=found.needed, archived=entries)
+        open_log(log, clean_end=clean_end, epoch=epoch, needed=found.needed, archived=entries)
         self.log = log
         self.origin = log.start
         self.visible_end = log.end

@@ -1,4 +1,5 @@
-"""The batch: unit of append, checksum and memory. Little endian on disk.
+"""The batch, unit of append, checksum and memory, and the file that batches are appended to. Little
+endian on disk.
 
  0       4       8      12     14     16       24          32      40      44      48
  +-------+-------+------+------+------+--------+-----------+-------+-------+-------+----------+--------+
@@ -14,7 +15,7 @@ every position: one cumulative sum for a delivery, and the offsets buffer of an 
 A batch in which a message has headers begins with "NQB2", and has two more parts behind the bodies:
 the lengths of the header blocks (count×u32), and the blocks. `data` is the size of the bodies alone.
 
-In memory, each log has a BatchList, and one BatchCache limits the bytes of all logs together.
+In memory, one BatchCache limits the bytes of all logs together.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import attrgetter
+from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -35,6 +35,8 @@ from crc32c import crc32c
 
 from nsparq import kernel
 from nsparq.packed import PackedBodies, join_headers
+from nsparq.storage.files import Buffer, Files, zeros
+from nsparq.storage.segment_index import SegmentIndex
 
 Timestamps = int | npt.NDArray[np.int64]
 """One publish time for the whole batch, or one for each message."""
@@ -47,13 +49,15 @@ HEADER_SIZE: Final = HEADER.size
 _SEALED = struct.Struct("<4sI")
 _CHECKED = struct.Struct("<IHHQqqII")
 """The header in two parts. The checksum begins with the second."""
-_CHECKED_SINGLE = struct.Struct("<IHHQqqIII")
-"""The second part for a batch of one message, with its length."""
-_LENGTH = struct.Struct("<I")
 CHECKED_FROM: Final = 8
 """The checksum covers everything from here on."""
+PREPARE_SIZE: Final = 256 << 10
+"""A busy segment grows in steps of this size, filled with zeros, and batches overwrite the zeros.
+A file system allocates many pages at once in half the time. Larger steps gain little more."""
+PREPARE_FROM: Final = 1 << 20
+"""A segment of this size is busy. Smaller ones do not grow ahead, so that they stay small."""
+
 _BIG_ENDIAN = sys.byteorder == "big"
-_base_of = attrgetter("base")
 
 
 @dataclass(slots=True, eq=False)
@@ -123,42 +127,6 @@ class Batch:
         """The publish times of `count` messages from `index` on."""
         stamps = self.timestamps_ns
         return stamps if isinstance(stamps, int) else stamps[index : index + count]
-
-
-class BatchList(list[Batch]):
-    """Batches of one log in memory, in the order of their sequence numbers. Numbers between two
-    batches may be missing."""
-
-    def add(self, batch: Batch) -> bool:
-        """Add a batch that was read back from disk. False if another begins with its number."""
-        index = bisect_left(self, batch.base, key=_base_of)
-        if index < len(self) and self[index].base == batch.base:
-            return False
-        self.insert(index, batch)
-        return True
-
-    def remove(self, batch: Batch) -> None:
-        del self[bisect_left(self, batch.base, key=_base_of)]
-
-    def pop_before(self, sequence: int) -> list[Batch]:
-        """Remove the oldest batches, as far as they end at `sequence` or before."""
-        number = 0
-        while number < len(self) and self[number].end <= sequence:
-            number += 1
-        popped = self[:number]
-        del self[:number]
-        return popped
-
-    def at_or_after(self, sequence: int) -> Batch | None:
-        """The batch that holds `sequence`, or else the first one after it."""
-        index = bisect_right(self, sequence, key=_base_of)
-        if index and sequence < self[index - 1].end:
-            return self[index - 1]
-        return self[index] if index < len(self) else None
-
-    def since(self, base: int) -> Iterator[Batch]:
-        """The batches that begin at `base` or later."""
-        return (self[index] for index in range(bisect_left(self, base, key=_base_of), len(self)))
 
 
 class Owner(Protocol):
@@ -239,16 +207,6 @@ def encode_tail(headers: PackedBodies) -> bytes:
     return table_bytes(headers.lengths) + headers.data
 
 
-def encode_single(sequence: int, timestamp_ns: int, body: bytes, block: bytes, mark: int) -> bytes:
-    """The same for a batch of one message, in one piece. Much faster than making the batch first."""
-    tail = _LENGTH.pack(len(block)) + block if block else b""
-    size = _CHECKED_SINGLE.size + CHECKED_FROM + len(body) + len(tail)
-    rest = (
-        _CHECKED_SINGLE.pack(size, 0, mark, sequence, timestamp_ns, 0, 1, len(body), len(body)) + body + tail
-    )
-    return _SEALED.pack(MAGIC_WITH_HEADERS if block else MAGIC, crc32c(rest)) + rest
-
-
 def encode_singles(
     sequences: npt.NDArray[np.int64],
     timestamps_ns: npt.NDArray[np.int64],
@@ -256,12 +214,13 @@ def encode_singles(
     blocks: list[bytes],
     mark: int,
 ) -> tuple[bytes, list[int]]:
-    """The same for many messages, end to end, and the size of each."""
+    """Many messages, each a batch of its own, end to end, and the size of each. An empty block means
+    no headers."""
     if kernel.encode_singles is not None:
         data, sizes = kernel.encode_singles(sequences, timestamps_ns, bodies, blocks, mark)
         return data, np.frombuffer(sizes, np.int64).tolist()
     columns = sequences.tolist(), timestamps_ns.tolist(), bodies, blocks
-    made = [encode_single(*one, mark) for one in zip(*columns, strict=True)]
+    made = [b"".join(encode_batch(Batch.single(*one), mark)) for one in zip(*columns, strict=True)]
     return b"".join(made), [*map(len, made)]
 
 
@@ -360,3 +319,97 @@ def table_bytes(lengths: array[int]) -> bytes:
         lengths = array("I", lengths)
         lengths.byteswap()
     return lengths.tobytes()
+
+
+class SegmentFile:
+    """Batches end to end in one file of a log. Segment, which the log uses, can also read it.
+
+    `base` names the file; `end` is the next sequence number.
+    """
+
+    def __init__(self, files: Files, directory: Path, base: int, mark: int = 0) -> None:
+        """`mark` is the mark of the log, see mark_of; 0 accepts any."""
+        self.files = files
+        self.mark = mark
+        self.path = directory / f"{base:020d}.log"
+        self.base = base
+        self.end = base
+        self.size = 0
+        self.first_ns = 0
+        """Publish time of the first message."""
+        self.last_ns = 0
+        """The latest publish time: that of the last message, unless the clock was set back."""
+        self.index = SegmentIndex()
+        self.has_index = False
+        """Whether the index on disk covers the whole segment."""
+        self._fd = -1
+        self._is_ragged = False
+        """Whether a failed write left bytes after `size`."""
+        self._prepared = 0
+        """Size of the file with the zeros after `size`; 0 if there are none."""
+        self._may_prepare = True
+
+    def append(self, buffers: list[Buffer], size: int) -> None:
+        """Write whole batches, or raise and leave the file as it was."""
+        if self._is_ragged:
+            self._cut()
+        end = self.size + size
+        room = 0
+        if end > self._prepared and self.size >= PREPARE_FROM and self._may_prepare:
+            room = -end % PREPARE_SIZE
+        written = buffers + zeros(room) if room else buffers
+        try:
+            self.files.write(self._fd if self._fd >= 0 else self.fd, written, self.size)
+        except OSError:
+            self._is_ragged = True
+            with suppress(OSError):
+                self._cut()
+            if not room:
+                raise
+            # There may still be room for the batches alone.
+            self._may_prepare = False
+            self.append(buffers, size)
+            return
+        if room:
+            self._prepared = end + room
+        self.size = end
+
+    def note(self, position: int, base: int, end: int, timestamp_ns: int, due_ns: int) -> None:
+        """Account for a batch that stands at `position`."""
+        if position >= self.index.next_position:
+            self.index.add(position, base, self.last_ns)
+        if due_ns:
+            self.index.deferred.extend((base, due_ns))
+        if not self.first_ns:
+            self.first_ns = timestamp_ns
+        if timestamp_ns > self.last_ns:
+            self.last_ns = timestamp_ns
+        self.end = end
+        self.has_index = False
+
+    def cut_failed_write(self) -> None:
+        """Remove what a failed write left, so that it is never read as if it had succeeded."""
+        if self._is_ragged:
+            self._cut()
+
+    def cut_to_size(self) -> None:
+        """Remove the prepared zeros, too: nothing will be appended for a while."""
+        if self._is_ragged or self._prepared > self.size:
+            self._cut()
+
+    def _cut(self) -> None:
+        self.files.truncate(self.fd, self.size)
+        self._is_ragged = False
+        self._prepared = 0
+
+    @property
+    def fd(self) -> int:
+        if self._fd < 0:
+            self._fd = self.files.open(self.path)
+        return self._fd
+
+    def close(self) -> None:
+        """Close the file. It opens again when it is used."""
+        if self._fd >= 0:
+            self.files.close(self._fd)
+            self._fd = -1

@@ -7,6 +7,7 @@ and at a clean stop.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,14 +16,14 @@ from pathlib import Path
 from nsparq.errors import CorruptBatch, WriteFailed
 from nsparq.packed import PackedBodies
 from nsparq.storage.archived import SegmentSource
-from nsparq.storage.batch import Batch, BatchCache, BatchList
+from nsparq.storage.batch import Batch, BatchCache, encode_head, encode_tail
+from nsparq.storage.batch_list import BatchList
 from nsparq.storage.doubtful import replace_by_copy, sync_each
-from nsparq.storage.files import Files
+from nsparq.storage.files import Buffer, Files
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.log import Durability, Group, LogPositions, LogSettings, check_reach
 from nsparq.storage.log_range import LogRange, Lost, TimeSearch, locate_in_memory
 from nsparq.storage.log_sync import Sync, SyncState
-from nsparq.storage.manifest import SegmentEntry
 from nsparq.storage.segment import Segment
 from nsparq.storage.segment_list import SegmentList, write_index
 
@@ -70,7 +71,7 @@ class DiskLog:
         self._batches = BatchList()
         """Batches in memory: all from `memory_start` on, and some that were read back from disk."""
         self._sync = SyncState(files, directory, floor)
-        self.segments = SegmentList(files, directory, mark, self._sync, source)
+        self.segments = SegmentList(files, directory, mark, source)
         self._dropped_before = floor
         """Messages before this are gone from the disk, though memory may still have some."""
 
@@ -78,72 +79,11 @@ class DiskLog:
         assert self._sync.committed <= self.stable <= self.end
         assert self.memory_start <= self.end
 
-    # opening and closing
-
-    def open(
-        self,
-        *,
-        clean_end: int,
-        epoch: int,
-        needed: tuple[int, int] = (0, 0),
-        archived: Sequence[SegmentEntry] = (),
-    ) -> None:
-        """Read what is on disk. `archived` are the segments that are in an archive.
-
-        `clean_end` is the log's end at the last clean stop, -1 after a crash. No number from
-        `epoch` on was used. `needed` are the first number that a reader needs and the end of the
-        messages on disk, as other files tell.
-        """
-        on_disk = self.segments.bases_on_disk()
-        last = max((base for base, has_segment in on_disk.items() if has_segment), default=0)
-        known = {entry.base: entry for entry in archived}
-        for base in sorted({*on_disk, *known}):
-            has_segment = on_disk.get(base, False)
-            segment = Segment(self._files, self.directory, base, self.segments.mark)
-            if base in known and not has_segment:
-                if self.segments and self.segments[-1].end > base:
-                    continue  # the log has these messages in another segment
-                segment = self.segments.archived(known[base])
-            elif not has_segment:
-                self._lose(base, segment.load_index_end(), f"{segment.path} is missing")
-            elif segment.is_foreign():
-                text = f"{segment.path} is another segment, and kept as {segment.set_aside().name}"
-                self._lose(base, max(base + 1, segment.load_index_end()), text)
-            else:
-                self.corrupt_batches += len(segment.open(last=base == last))
-                self._lose(segment.end, segment.index_end, f"{segment.path} is shorter than it was")
-            if segment.size == 0:
-                segment.remove()
-                continue
-            if self.segments:
-                self.gaps.add(self.segments[-1].end, base)
-            self.segments.add(segment)
-        self.segments.confirm(archived)
-        low, disk_end = needed
-        self._lose(max(low, self.disk_end), disk_end, f"{self.directory}: the log's end is missing")
-        if self.segments:
-            self.end = self.disk_end
-        elif clean_end >= 0:
-            self.end = clean_end
-        if self.end != clean_end:
-            start = max(self.end, clean_end, epoch)
-            # Without a segment the end of the used numbers is unknown: no message of them is left.
-            self.gaps.add(self.end if self.segments else 0, start)
-            self.end = start
-        self.stable = self._sync.committed = self.memory_start = self._dropped_before = self.end
+    def begin_at(self, end: int) -> None:
+        """The log has been opened, and memory has none of its messages."""
+        self.end = self.stable = self._sync.committed = self.memory_start = self._dropped_before = end
         self.low = self.start
         self._check_positions()
-
-    def _lose(self, start: int, end: int, reason: str) -> None:
-        """Note that messages which were on disk are missing: none if `end` is not after `start`."""
-        if start >= end:
-            return
-        count = self.count(start, end)
-        self.corrupt_batches += 1
-        self.corrupt_messages += count
-        self.gaps.add(start, end)
-        self.lost.add(start, end)
-        logger.error("%s: %d messages are lost", reason, count)
 
     @property
     def start(self) -> int:
@@ -156,6 +96,8 @@ class DiskLog:
     @property
     def size_bytes(self) -> int:
         return self.segments.size_bytes
+
+    # closing
 
     def close(self) -> None:
         self.persist()
@@ -207,9 +149,7 @@ class DiskLog:
             batches.append(batch)
             base = batch.end
         if self.settings.durability is not Durability.MEMORY:
-            self.segments.write(batches, self.settings.segment_bytes)
-            self.unsynced += base - self.end
-            self.stable = base
+            self._write(batches)
         else:
             # Write what these messages will push out of memory.
             is_full = self._cache.size_bytes > self._cache.limit_bytes
@@ -228,6 +168,61 @@ class DiskLog:
         assert self._sync.committed <= self.stable <= self.end
         return batches
 
+    def _write(self, batches: list[Batch]) -> None:
+        """Write batches to one segment of at most `segment_bytes`, or of one write. Raises
+        WriteFailed, with nothing written."""
+        buffers: list[Buffer] = []
+        places = []
+        size = 0
+        for batch in batches:
+            stamp_ns, data = batch.timestamps_ns, batch.data
+            assert isinstance(stamp_ns, int), "only batches read back from disk have several"
+            tail = b"" if batch.headers is None else encode_tail(batch.headers)
+            mark = self.segments.mark
+            head = encode_head(batch.base, stamp_ns, batch.due_ns, batch.lengths, data, batch.tag, mark, tail)
+            buffers += (head, data, tail) if tail else (head, data)
+            places.append((size, batch.base, batch.end, stamp_ns, batch.due_ns))
+            size += len(head) + len(data) + len(tail)
+        base, end = batches[0].base, batches[-1].end
+        segment = self.segments[-1] if self.segments else None
+        try:
+            # A gap in the numbers begins a new segment, so that opening a log finds its gaps again.
+            if (
+                segment is None
+                or segment.end != base
+                or not segment.is_local
+                or (segment.size and segment.size + size > self.settings.segment_bytes)
+                or segment.is_doubtful
+            ):
+                segment = self._begin_segment(base)
+            position = segment.size
+            try:
+                segment.append(buffers, size)
+            except OSError as error:
+                if error.errno != errno.EFBIG or not position:
+                    raise
+                # The system allows no larger files (ulimit -f).
+                segment, position = self._begin_segment(base), 0
+                segment.append(buffers, size)
+        except OSError as error:
+            raise WriteFailed(f"{self.directory.name}: {error.strerror or error}") from error
+        for offset, first, following, stamp_ns, due_ns in places:
+            segment.note(position + offset, first, following, stamp_ns, due_ns)
+        self.unsynced += end - base
+        self.stable = end
+
+    def _begin_segment(self, base: int) -> Segment:
+        """Seal the active segment, and begin another."""
+        active = self.segments.active
+        if active is not None and active.size:
+            active.cut_failed_write()
+            write_index(active)
+            self._sync.add_sealed(active)
+        elif active is not None:
+            self.segments.pop().remove()
+        self.segments.append(self.segments.new(base))
+        return self.segments[-1]
+
     def _write_out(self, end: int) -> None:
         """Memory mode: write batches that begin before `end`. Batches that nobody needs any more
         are not written: they are gone from now on, so that nobody goes back to them."""
@@ -238,8 +233,7 @@ class DiskLog:
             if batch.base >= end:
                 break
             if batch.end > low:
-                self.segments.write([batch], settings.segment_bytes)
-                self.unsynced += batch.count
+                self._write([batch])
             elif self.segments:
                 self.gaps.add(batch.base, batch.end)
             else:

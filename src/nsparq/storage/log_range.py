@@ -13,7 +13,8 @@ from typing import Final, NamedTuple
 from weakref import ref
 
 from nsparq.errors import CorruptBatch, StorageError
-from nsparq.storage.batch import HEADER_SIZE, Batch, BatchList, encode_batch
+from nsparq.storage.batch import HEADER_SIZE, Batch, encode_batch
+from nsparq.storage.batch_list import BatchList
 from nsparq.storage.files import Files
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.recovery import Damage, scan

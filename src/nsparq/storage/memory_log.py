@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from nsparq.packed import PackedBodies
-from nsparq.storage.batch import Batch, BatchList
+from nsparq.storage.batch import Batch
+from nsparq.storage.batch_list import BatchList
 from nsparq.storage.gaps import Gaps
 from nsparq.storage.log import Group, LogPositions, LogSettings, check_reach
 from nsparq.storage.log_range import LogRange, Lost, TimeSearch, locate_in_memory

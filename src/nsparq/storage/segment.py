@@ -14,15 +14,17 @@ from nsparq.errors import CorruptBatch
 from nsparq.packed import PackedBodies
 from nsparq.storage.batch import (
     HEADER_SIZE,
+    PREPARE_SIZE,
     Batch,
     Head,
+    SegmentFile,
     checksum_holds,
     data_range,
     decode_blocks,
     decode_head,
     decode_lengths,
 )
-from nsparq.storage.files import Buffer, Files, zeros
+from nsparq.storage.files import Files
 from nsparq.storage.log_range import LogRange, SharedReader
 from nsparq.storage.manifest import SegmentEntry
 from nsparq.storage.recovery import Damage, end_of_damage, scan
@@ -33,12 +35,6 @@ logger = logging.getLogger(__name__)
 READ_SIZE: Final = 128 << 10
 GATHER_SIZE: Final = 96 << 10
 """Small neighbouring batches are read as one, up to about this many bytes."""
-PREPARE_SIZE: Final = 256 << 10
-"""A busy segment grows in steps of this size, filled with zeros, and batches overwrite the zeros.
-A file system allocates many pages at once in half the time. Larger steps gain little more."""
-PREPARE_FROM: Final = 1 << 20
-"""A segment of this size is busy. Smaller ones do not grow ahead, so that they stay small."""
-
 COPY_SUFFIX: Final = ".log.copy"
 """Suffix of a segment's copy while it is written."""
 FOREIGN_SUFFIX: Final = ".log.foreign"
@@ -55,11 +51,8 @@ class Cold(Exception):
         """Gets the file from an archive first; None if it is there. Raises OSError."""
 
 
-class Segment:
-    """Consecutive batches in one file. `base` names the file; `end` is the next sequence number.
-
-    It has more than 30 methods: they share the file's size, index and damage.
-    """
+class Segment(SegmentFile):
+    """One file of a log: opened after a restart, read, and closed."""
 
     is_local = True
     """Whether the file is in the data path, and not only in an archive."""
@@ -67,105 +60,19 @@ class Segment:
     """Whether remove() leaves the index: the segment goes on in an archive."""
 
     def __init__(self, files: Files, directory: Path, base: int, mark: int = 0) -> None:
-        """`mark` is the mark of the log, see storage.batch.mark_of; 0 accepts any."""
-        self.files = files
-        self.mark = mark
-        self.path = directory / f"{base:020d}.log"
+        super().__init__(files, directory, base, mark)
         self.index_path = self.path.with_suffix(".index")
-        self.base = base
-        self.end = base
-        self.size = 0
-        self.first_ns = 0
-        """Publish time of the first message."""
-        self.last_ns = 0
-        """The latest publish time: that of the last message, unless the clock was set back."""
-        self.index = SegmentIndex()
         self.index_end = base
         """The segment's end when its index was written, if there is one."""
-        self.has_index = False
-        """Whether the index on disk covers the whole segment."""
         self.is_doubtful = False
         """Whether an fsync failed. The system may then drop what it could not write, and still
         report success for a second fsync of the same file. So nothing more is appended, and the
         segment must be copied: see storage.doubtful."""
         self.entry: SegmentEntry | None = None
         """What the archive has confirmed; None for nothing."""
-        self._fd = -1
         self._reader = SharedReader(files, self.path)
-        self._is_ragged = False
-        """Whether a failed write left bytes after `size`."""
-        self._prepared = 0
-        """Size of the file with the zeros after `size`; 0 if there are none."""
-        self._may_prepare = True
         self.damage: dict[int, int] = {}
         """Start and end of unreadable bytes."""
-
-    # writing
-
-    def append(self, buffers: list[Buffer], size: int) -> None:
-        """Write whole batches, or raise and leave the file as it was."""
-        if self._is_ragged:
-            self._cut()
-        end = self.size + size
-        room = 0
-        if end > self._prepared and self.size >= PREPARE_FROM and self._may_prepare:
-            room = -end % PREPARE_SIZE
-        written = buffers + zeros(room) if room else buffers
-        try:
-            self.files.write(self._fd if self._fd >= 0 else self.fd, written, self.size)
-        except OSError:
-            self._is_ragged = True
-            with suppress(OSError):
-                self._cut()
-            if not room:
-                raise
-            # There may still be room for the batches alone.
-            self._may_prepare = False
-            self.append(buffers, size)
-            return
-        if room:
-            self._prepared = end + room
-        self.size = end
-
-    def cut_failed_write(self) -> None:
-        """Remove what a failed write left, so that it is never read as if it had succeeded."""
-        if self._is_ragged:
-            self._cut()
-
-    def cut_to_size(self) -> None:
-        """Remove the prepared zeros, too: nothing will be appended for a while."""
-        if self._is_ragged or self._prepared > self.size:
-            self._cut()
-
-    def _cut(self) -> None:
-        self.files.truncate(self.fd, self.size)
-        self._is_ragged = False
-        self._prepared = 0
-
-    def note(self, position: int, base: int, end: int, timestamp_ns: int, due_ns: int) -> None:
-        """Account for a batch that stands at `position`."""
-        if position >= self.index.next_position:
-            self.index.add(position, base, self.last_ns)
-        if due_ns:
-            self.index.deferred.extend((base, due_ns))
-        if not self.first_ns:
-            self.first_ns = timestamp_ns
-        if timestamp_ns > self.last_ns:
-            self.last_ns = timestamp_ns
-        self.end = end
-        self.has_index = False
-
-    @property
-    def fd(self) -> int:
-        if self._fd < 0:
-            self._fd = self.files.open(self.path)
-        return self._fd
-
-    def close(self) -> None:
-        """Close the file. It opens again when it is used."""
-        if self._fd >= 0:
-            self.files.close(self._fd)
-            self._fd = -1
 
     def release(self) -> None:
         """Close the file, without the prepared zeros."""

@@ -3,7 +3,6 @@ segment."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import re
 from bisect import bisect_right
@@ -13,12 +12,10 @@ from typing import Final
 
 import numpy as np
 
-from nsparq.errors import StartError, WriteFailed
+from nsparq.errors import StartError
 from nsparq.storage.archived import ArchivedSegment, RecentIndexes, SegmentSource
-from nsparq.storage.batch import Batch, encode_head, encode_tail
-from nsparq.storage.files import Buffer, Files
+from nsparq.storage.files import Files
 from nsparq.storage.log import LogSettings
-from nsparq.storage.log_sync import SyncState
 from nsparq.storage.manifest import SegmentEntry
 from nsparq.storage.segment import COPY_SUFFIX, Segment
 
@@ -50,14 +47,13 @@ def read_marks(files: Files, directory: Path) -> list[int]:
 
 
 class SegmentList(list[Segment]):
-    """Appends to segments, seals them, finds them, and takes out those that are not needed."""
+    """Finds segments, and takes out those that are not needed."""
 
     def __init__(
         self,
         files: Files,
         directory: Path,
         mark: int,
-        sync: SyncState,
         source: SegmentSource | None = None,
     ) -> None:
         """`mark` names the log, see batch.mark_of. `source` has the segments that are only in an
@@ -66,7 +62,6 @@ class SegmentList(list[Segment]):
         self.mark = mark
         self._files = files
         self._directory = directory
-        self._sync = sync
         self._known: dict[int, tuple[Segment, int]] = {}
         """Position of the batch after one that was just read, by its sequence number; bounded."""
         self.expired: list[SegmentEntry] = []
@@ -95,6 +90,10 @@ class SegmentList(list[Segment]):
         bases = {int(name[:-4]) for name in names if _SEGMENT_NAME.fullmatch(name)}
         indexed = {int(name[:-6]) for name in names if _INDEX_NAME.fullmatch(name)}
         return {base: base in bases for base in sorted(bases | indexed)}
+
+    def new(self, base: int) -> Segment:
+        """A segment that is not in the list yet."""
+        return Segment(self._files, self._directory, base, self.mark)
 
     def add(self, segment: Segment) -> None:
         """Add a segment that was found on disk."""
@@ -127,62 +126,6 @@ class SegmentList(list[Segment]):
             for segment in self[:-1]
             if segment.entry is None and segment.end <= committed and not segment.is_doubtful
         ]
-
-    # appending
-
-    def write(self, batches: list[Batch], max_bytes: int) -> None:
-        """Write batches to one segment of at most `max_bytes`, or of one write. Raises WriteFailed,
-        with nothing written."""
-        buffers: list[Buffer] = []
-        places = []
-        size = 0
-        for batch in batches:
-            stamp_ns, data = batch.timestamps_ns, batch.data
-            assert isinstance(stamp_ns, int), "only batches read back from disk have several"
-            tail = b"" if batch.headers is None else encode_tail(batch.headers)
-            head = encode_head(
-                batch.base, stamp_ns, batch.due_ns, batch.lengths, data, batch.tag, self.mark, tail
-            )
-            buffers += (head, data, tail) if tail else (head, data)
-            places.append((size, batch.base, batch.end, stamp_ns, batch.due_ns))
-            size += len(head) + len(data) + len(tail)
-        base = batches[0].base
-        segment = self[-1] if self else None
-        try:
-            # A gap in the numbers begins a new segment, so that opening a log finds its gaps again.
-            if (
-                segment is None
-                or segment.end != base
-                or not segment.is_local
-                or (segment.size and segment.size + size > max_bytes)
-                or segment.is_doubtful
-            ):
-                segment = self._begin(base)
-            position = segment.size
-            try:
-                segment.append(buffers, size)
-            except OSError as error:
-                if error.errno != errno.EFBIG or not position:
-                    raise
-                # The system allows no larger files (ulimit -f).
-                segment, position = self._begin(base), 0
-                segment.append(buffers, size)
-        except OSError as error:
-            raise WriteFailed(f"{self._directory.name}: {error.strerror or error}") from error
-        for offset, first, following, stamp_ns, due_ns in places:
-            segment.note(position + offset, first, following, stamp_ns, due_ns)
-
-    def _begin(self, base: int) -> Segment:
-        """Seal the active segment, and begin another."""
-        active = self.active
-        if active is not None and active.size:
-            active.cut_failed_write()
-            write_index(active)
-            self._sync.add_sealed(active)
-        elif active is not None:
-            self.pop().remove()
-        self.append(Segment(self._files, self._directory, base, self.mark))
-        return self[-1]
 
     # finding
 

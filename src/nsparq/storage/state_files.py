@@ -22,10 +22,11 @@ import logging
 import operator
 import struct
 from base64 import b64decode, b64encode
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -165,10 +166,7 @@ class ChannelState:
             fields["skips"] = self.skips
         if self.replay[0]:
             fields["replay"] = self.replay
-        for name in (
-            "carried_before", "incarnation", "channel", "disk_end", "owner", "owned_since_ns",
-            "letters_topic", "letters_position", "are_letters_pending", "ordered_by",
-        ):  # fmt: skip
+        for name in _OPTIONAL:
             if value := getattr(self, name):
                 fields[name] = value
         if self.policy is not None:
@@ -188,6 +186,14 @@ class ChannelState:
         )
         length = len(text).to_bytes(4, "little")
         return _CHANNEL.pack(_MAGIC, crc32c(body, crc32c(length)), len(text)) + body
+
+
+_OPTIONAL: Final[dict[str, Callable[[Any], Any]]] = {
+    **dict.fromkeys(("carried_before", "disk_end", "owned_since_ns", "letters_position"), operator.index),
+    **dict.fromkeys(("incarnation", "channel", "owner", "letters_topic", "ordered_by"), str),
+    "are_letters_pending": bool,
+}
+"""Fields that are in the file unless they are 0 or empty, and how each is read."""
 
 
 class StateFile:
@@ -255,21 +261,12 @@ def _channel_state(fields: dict[str, Any], body: memoryview, length: int) -> Cha
         attempts=np.frombuffer(body, "<u2", count, length + 16 * count),
         skips=[(int(a), int(b)) for a, b in fields.get("skips", ())],
         replay=(int(replay[0]), int(replay[1])),
-        carried_before=operator.index(fields.get("carried_before", 0)),
-        incarnation=str(fields.get("incarnation", "")),
-        channel=str(fields.get("channel", "")),
-        disk_end=operator.index(fields.get("disk_end", 0)),
-        owner=str(fields.get("owner", "")),
-        owned_since_ns=operator.index(fields.get("owned_since_ns", 0)),
         policy=fields.get("policy"),
-        ordered_by=str(fields.get("ordered_by", "")),
         failures=np.frombuffer(b64decode(fields.get("failures", "")), "<u2"),
-        letters_topic=str(fields.get("letters_topic", "")),
-        letters_position=operator.index(fields.get("letters_position", 0)),
-        are_letters_pending=bool(fields.get("are_letters_pending", False)),
         redriven={
             str(topic): NumberRanges.decode(text) for topic, text in fields.get("redriven", {}).items()
         },
+        **{name: read(fields[name]) for name, read in _OPTIONAL.items() if name in fields},
     )
 
 
