@@ -19,9 +19,9 @@ from nsparq.storage.log_range import MAX_BATCHES, LogRange, OffsetAhead, OffsetG
 from nsparq.storage.memory_log import MemoryLog
 from nsparq.storage.raw_batch import CorruptRange, RawBatch, iter_batches
 from nsparq.storage.segment_index import INDEX_EVERY
+from tests.support.polling import DEADLINE
 
 from .support import (
-    ALL_MODES,
     FLOOR,
     NOW_NS,
     FaultyFiles,
@@ -31,6 +31,7 @@ from .support import (
     encoded,
     fill,
     flip,
+    in_all_modes,
     messages_of,
     open_log,
     places,
@@ -41,8 +42,6 @@ from .support import (
 MEMORY = Durability.MEMORY
 ROOMY: dict[str, Any] = {"segment_bytes": 400_000, "memory_messages": 50}
 """Several index entries to a segment."""
-
-in_all_modes = pytest.mark.parametrize("durability", ALL_MODES)
 
 
 def messages_in(found: LogRange, data: bytes | None = None) -> list[Message]:
@@ -285,6 +284,33 @@ def test_the_file_is_closed_when_its_last_range_is_gone(tmp_path: Path) -> None:
     ranges.clear()
     gc.collect()
     assert open_descriptors(tmp_path) == 0
+    crash(log)
+
+
+def test_a_range_located_while_a_thread_closes_the_file_has_a_file_of_its_own(tmp_path: Path) -> None:
+    class SlowlyClosing(FaultyFiles):
+        def close(self, fd: int) -> None:
+            if threading.current_thread() is letting_go:
+                is_closing.set()
+                assert may_close.wait(DEADLINE)
+            super().close(fd)
+
+    def let_go() -> None:
+        ranges.clear()
+
+    is_closing, may_close = threading.Event(), threading.Event()
+    letting_go = threading.Thread(target=let_go)
+    log = open_log(tmp_path, files=SlowlyClosing())
+    written = fill(log, 20)
+    ranges = [log.locate(FLOOR, 1_000_000)]
+    letting_go.start()
+    try:
+        assert is_closing.wait(DEADLINE)
+        found = log.locate(FLOOR, 1_000_000)
+    finally:
+        may_close.set()
+        letting_go.join()
+    assert messages_in(found) == written
     crash(log)
 
 

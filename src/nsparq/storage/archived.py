@@ -78,7 +78,6 @@ class RemoteReader(FileReader):
     __slots__ = ("_entry", "_local", "_source")
 
     def __init__(self, source: SegmentSource, entry: SegmentEntry) -> None:
-        self._fd = -1
         self.path = source.path(entry)
         self._source = source
         self._entry = entry

@@ -39,19 +39,35 @@ class OffsetAhead(StorageError):
         self.sequence, self.latest = sequence, latest
 
 
+class _OpenFile:
+    """Closes its descriptor when it goes.
+
+    Not the work of FileReader itself: Python runs __del__ before it clears weak references. While
+    one thread closed the file, SharedReader could give the reader to another.
+    """
+
+    __slots__ = ("_files", "fd")
+
+    def __init__(self, files: Files, fd: int) -> None:
+        self._files = files
+        self.fd = fd
+
+    def __del__(self) -> None:
+        self._files.close(self.fd)
+
+
 class FileReader:
     """A file that stays open while anything refers to this object."""
 
-    __slots__ = ("__weakref__", "_fd", "_files", "path")
+    __slots__ = ("__weakref__", "_file", "_files", "path")
 
     def __init__(self, files: Files, path: Path) -> None:
-        self._fd = -1
         self._files = files
         self.path = path
-        self._fd = files.open_read(path)
+        self._file = _OpenFile(files, files.open_read(path))
 
     def read(self, size: int, position: int) -> bytes:
-        return self._files.read(self._fd, size, position)
+        return self._files.read(self._file.fd, size, position)
 
     @property
     def is_remote(self) -> bool:
@@ -60,11 +76,7 @@ class FileReader:
 
     def read_cached(self, size: int, position: int) -> memoryview | None:
         """For the event loop: see Files.read_cached."""
-        return self._files.read_cached(self._fd, size, position)
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            self._files.close(self._fd)
+        return self._files.read_cached(self._file.fd, size, position)
 
 
 class SharedReader:
