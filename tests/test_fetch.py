@@ -156,6 +156,11 @@ def test_an_invalid_answer_is_an_error(reply: bytes) -> None:
         assert fails(url).startswith(f"GET {url}: ")
 
 
+def test_the_port_of_the_tcp_protocol_is_named() -> None:
+    with server(answering(b"\x00\x00\x00\x16\x00\x00\x00\x01E_BAD_PROTOCOL")) as url:
+        assert fails(url) == f"GET {url}: the answer is not HTTP; this is the port of NSQ's TCP protocol"
+
+
 @pytest.mark.parametrize(
     "reply",
     [

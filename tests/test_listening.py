@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from nsparq import listening
 from nsparq.listening import bound_address, listen_on, serve_on
+from tests.support.polling import DEADLINE
 
 needs_ipv6 = pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
 
@@ -24,7 +26,7 @@ def test_all_addresses_means_ipv4_and_ipv6(host: str, shown: str) -> None:
     assert isinstance(bound, tuple) and bound[0] == shown
     assert {sock.getsockname()[1] for sock in sockets} == {bound[1]}
     for client_host in ("127.0.0.1", "::1"):
-        socket.create_connection((client_host, bound[1]), timeout=5).close()
+        socket.create_connection((client_host, bound[1]), timeout=DEADLINE).close()
     for sock in sockets:
         sock.close()
 
@@ -32,11 +34,20 @@ def test_all_addresses_means_ipv4_and_ipv6(host: str, shown: str) -> None:
 @needs_ipv6
 @pytest.mark.parametrize(("host", "other"), [("127.0.0.1", "::1"), ("::1", "127.0.0.1")])
 def test_one_address_means_only_that_one(host: str, other: str) -> None:
-    (sock,) = listen_on((host, 0))
-    assert sock.getsockname()[0] == host
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((other, sock.getsockname()[1]), timeout=5)
-    sock.close()
+    while True:
+        (sock,) = listen_on((host, 0))
+        port = sock.getsockname()[1]
+        # Nobody else may listen at that port of the other address. A socket that only holds it refuses.
+        holder = socket.socket(socket.AF_INET6 if ":" in other else socket.AF_INET)
+        with closing(sock), closing(holder):
+            try:
+                holder.bind((other, port))
+            except OSError:
+                continue
+            assert sock.getsockname()[0] == host
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((other, port), timeout=DEADLINE)
+            return
 
 
 @pytest.mark.parametrize("error", [errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT])
@@ -61,6 +72,12 @@ def test_a_port_taken_for_one_family_is_an_error() -> None:
         with pytest.raises(OSError, match="in use"):
             listen_on(("0.0.0.0", port))
         socket.create_server(("127.0.0.1", port)).close()  # nothing is left open
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+def test_a_name_that_no_host_can_have_is_an_error(host: str) -> None:
+    with pytest.raises(OSError, match="not known"):
+        listen_on((host, 0))
 
 
 def test_early_connections_are_served_when_the_daemon_is_ready(tmp_path: Path) -> None:

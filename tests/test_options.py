@@ -224,14 +224,17 @@ def test_there_are_three_durability_modes(mode: str) -> None:
     assert parse(f"--durability={mode}").durability == mode
 
 
+DURATION = "write a duration such as 250ms, 90s or 1h30m"
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["--nope"], "flag provided but not defined: -nope"),
         (["--msg-timeout"], "flag needs an argument: -msg-timeout"),
-        (["--msg-timeout=5"], 'invalid value "5" for flag -msg-timeout: parse error'),
-        (["--sync-every", "x"], 'invalid value "x" for flag -sync-every: parse error'),
-        (["--deflate=maybe"], 'invalid boolean value "maybe" for -deflate: parse error'),
+        (["--msg-timeout=5"], f'invalid value "5" for flag -msg-timeout: parse error: {DURATION}'),
+        (["--sync-every", "x"], 'invalid value "x" for flag -sync-every: parse error: write a whole number'),
+        (["--deflate=maybe"], 'invalid boolean value "maybe" for -deflate: parse error: write true or false'),
         (["--tls-required=x"], 'invalid value "x" for flag -tls-required: must be true, false or tcp-https'),
         (
             ["--log-level=warning"],
@@ -247,7 +250,7 @@ def test_there_are_three_durability_modes(mode: str) -> None:
         ),
         (
             ["--e2e-processing-latency-percentile=x"],
-            'invalid value "x" for flag -e2e-processing-latency-percentile: parse error',
+            'invalid value "x" for flag -e2e-processing-latency-percentile: parse error: write a number',
         ),
         (["--version", "--nope"], "flag provided but not defined: -nope"),
         (["--data-pth=x"], "flag provided but not defined: -data-pth; did you mean --data-path?"),

@@ -116,6 +116,9 @@ def _reason(error: Exception) -> str:
         return "timed out"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
+        is_nsq = "E_BAD_PROTOCOL" in str(error)
+        return "the answer is not HTTP" + ("; this is the port of NSQ's TCP protocol" if is_nsq else "")
     return str(error) or type(error).__name__
 
 

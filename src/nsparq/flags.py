@@ -71,7 +71,7 @@ def parse_bool(text: str) -> bool:
     try:
         return _BOOLEANS[text]
     except KeyError:
-        raise ValueError("parse error") from None
+        raise ValueError("parse error: write true or false") from None
 
 
 _INTEGER: Final = re.compile(
@@ -82,7 +82,7 @@ _INTEGER: Final = re.compile(
 def parse_int(text: str) -> int:
     """Decimal, or hexadecimal, octal and binary by prefix; a leading zero means octal, as in Go."""
     if not _INTEGER.fullmatch(text):
-        raise ValueError("parse error")
+        raise ValueError("parse error: write a whole number")
     digits = text.lstrip("+-").replace("_", "")
     number = int(digits, 8) if re.fullmatch(r"0[0-7]+", digits) else int(digits, 0)
     if number > 2**63 - 1:
@@ -116,7 +116,7 @@ def parse_duration(text: str) -> float:
         total_ns += int(Decimal(part[1]) * _UNITS_NS[part[2]])
         position = part.end()
     if position == 0 or position != len(unsigned) or total_ns > 2**63 - 1:
-        raise ValueError("parse error")
+        raise ValueError("parse error: write a duration such as 250ms, 90s or 1h30m")
     return (-total_ns if text[0] == "-" else total_ns) / 1e9
 
 

@@ -63,7 +63,10 @@ def _addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
         if not host or ipaddress.ip_address(host).is_unspecified:
             both = [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")]
             return both[::-1] if ":" in host else both
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError as error:  # an empty or too long part, as in `a..b`
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from error
     return [*dict.fromkeys((family, str(name[0])) for family, *_, name in found if family in FAMILIES)]
 
 

@@ -7,6 +7,8 @@ import re
 
 MAX_NAME_LENGTH = 64
 EPHEMERAL_SUFFIX = "#ephemeral"
+VALID_NAME = "1 to 64 of the characters A-Z a-z 0-9 . _ - and optionally #ephemeral"
+"""The rule, for error texts."""
 
 _VALID = re.compile(rb"[.a-zA-Z0-9_-]+(#ephemeral)?")
 _ESCAPES = {7: r"\a", 8: r"\b", 9: r"\t", 10: r"\n", 11: r"\v", 12: r"\f", 13: r"\r", 34: r"\"", 92: r"\\"}

@@ -130,7 +130,7 @@ def _number(value: Any) -> float:
     try:
         return float(value)
     except ValueError:
-        raise ValueError("parse error") from None
+        raise ValueError("parse error: write a number") from None
 
 
 def _numbers_from_file(value: Any) -> tuple[float, ...]:

@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from nsparq.daemon_options import COMMAND_FLAGS, allowed_host_option, log_level_option, log_prefix_option
 from nsparq.flags import parse_bool
 from nsparq.option_table import (
     BOOL,
@@ -80,13 +81,8 @@ def _flag(name: str) -> str:
 class NsqdOptions:
     """All options of nsqd. Durations are in seconds, lists are tuples."""
 
-    log_level: str = opt(
-        "info",
-        "lowest level to log: debug, info, warn, error, fatal",
-        choice("debug", "info", "warn", "error", "fatal"),
-        heading="Logging",
-    )
-    log_prefix: str = opt("[nsqd] ", "prefix of every log line", STRING)
+    log_level: str = log_level_option()
+    log_prefix: str = log_prefix_option("nsqd")
 
     node_id: int = opt(
         lambda: default_node_id(socket.gethostname()),
@@ -131,15 +127,7 @@ class NsqdOptions:
     lookupd_tcp_address: tuple[str, ...] = opt(
         (), "`host:port` of an nsqlookupd to register with", STRINGS, file_key="nsqlookupd_tcp_addresses"
     )
-    allowed_host: tuple[str, ...] = opt(
-        (),
-        "host name under which browsers may use the HTTP API, in addition to IP addresses, names of this "
-        "machine and names of private networks. Other names are refused, so that a foreign web page cannot "
-        "reach nsqd through DNS rebinding. Other programs may use any name. With `--auth-policy-file` "
-        "browsers may too",
-        STRINGS,
-        file_key="allowed_hosts",
-    )
+    allowed_host: tuple[str, ...] = allowed_host_option("nsqd")
     topology_region: str = opt("", "region of this node, for topology-aware consumption", STRING)
     topology_zone: str = opt("", "zone of this node, for topology-aware consumption", STRING)
 
@@ -246,7 +234,7 @@ class NsqdOptions:
     archive: str = opt(
         "",
         "object store to which sealed log files go: `s3://bucket/prefix`, `gs://bucket/prefix`, "
-        "`az://account/container/prefix` or `file:///directory`; empty means no archive. Credentials and "
+        "`az://container/prefix` or `file:///directory`; empty means no archive. Credentials and "
         "endpoints come from the store's usual environment variables. See docs/how-to/archive.md",
         STRING,
         heading="Archive",
@@ -566,9 +554,7 @@ TABLE: Final = OptionTable(
     "nsqd",
     NsqdOptions,
     (
-        CommandFlag(flag="version", kind=BOOL, help="print the version and exit"),
-        CommandFlag(flag="config", kind=STRING, help="path of a TOML file with options"),
-        CommandFlag(flag="verbose", kind=BOOL, help="no effect, accepted for old scripts; see --log-level"),
+        *COMMAND_FLAGS,
         CommandFlag(flag="worker-id", kind=BOOL, help="no effect, accepted for old scripts; see --node-id"),
     ),
 )

@@ -19,9 +19,23 @@ def broker() -> Iterator[TestBroker]:
         yield broker
 
 
+@pytest.fixture(scope="module")
+def second() -> Iterator[TestBroker]:
+    with start_broker() as broker:
+        yield broker
+
+
 @pytest.fixture
 def topic() -> str:
     return unique_name("topic")
+
+
+@pytest.fixture
+def both(broker: TestBroker, second: TestBroker, topic: str) -> list[str]:
+    """The options that name both brokers, which have a channel of the topic."""
+    for one in (broker, second):
+        one.control("create", topic, "c")
+    return [f"--nsqd-http-address={http(one)}" for one in (broker, second)]
 
 
 Run = Callable[..., Finished]

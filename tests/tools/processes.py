@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -31,6 +31,7 @@ from nsparq.client.sync import Producer
 from tests.support import TestBroker, wait_until
 from tests.support.forked import ForkedProcess, forked
 from tests.support.polling import DEADLINE
+from tests.support.web import HandlerServer
 
 TOOLS = os.environ.get("NSPARQ_TEST_TOOLS", "")
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -266,22 +267,14 @@ class WebServer:
             def log_message(self, format: str, *arguments: object) -> None:
                 pass
 
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 128
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
-        self._thread.start()
-        self.url = "http://127.0.0.1:{}".format(*self._server.server_address[1:])
+        self._server = HandlerServer(Handler)
+        self.url = f"http://{self._server.address}"
 
     def __enter__(self) -> WebServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def wait_for(self, count: int) -> list[Request]:
         wait_until(lambda: len(self.requests) >= count, what=f"{count} requests")

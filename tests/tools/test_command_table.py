@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from nsparq.names import VALID_NAME
 from nsparq.option_table import BOOL, INT, STRING, STRINGS, CommandLineExit, opt
+from nsparq.tools import auth, pipeline, spark
 from nsparq.tools.command_table import CommandTable
 from nsparq.tools.main import COMMANDS, main
 from nsparq.tools.reference import TABLES
@@ -56,10 +58,10 @@ def test_words_and_flags_come_in_any_order(arguments: list[str], expected: dict[
         ([], "TOPIC is missing\nUsage: nsparq look TOPIC [CHANNEL ...] [FLAGS]"),
         (["t", "--cuont=1"], "there is no flag --cuont; did you mean --count?"),
         (["t", "--xyzzy"], "there is no flag --xyzzy"),
-        (["t", "--count=x"], 'invalid value "x" for flag -count: parse error'),
+        (["t", "--count=x"], 'invalid value "x" for flag -count: parse error: write a whole number'),
         (["t", "--count=0"], "--count must be positive"),
         (["t", ""], "CHANNEL must not be empty"),
-        (["t/u"], "--topic 't/u' is not a valid topic name"),
+        (["t/u"], f"--topic 't/u' is not a valid topic name: {VALID_NAME}"),
         (["t", "--nsqd-http-address=http://x:1"], "--nsqd-http-address is host:port, without http://"),
     ],
 )
@@ -91,3 +93,11 @@ def test_the_status_of_a_wrong_command_line_is_2(
     assert main(["peek", "--cont=1"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.splitlines()[0]) == ("", "nsparq peek: there is no flag --cont; did you mean --count?")
+
+
+@pytest.mark.parametrize("command", [pipeline, auth, spark], ids=lambda one: one.__name__)
+def test_every_command_of_a_command_says_what_it_does_and_takes(command: Any) -> None:
+    (commands,) = (one for one in command.make_parser()._actions if isinstance(one.choices, dict))
+    for name, parser in commands.choices.items():
+        assert parser.description, name
+        assert [action.dest for action in parser._actions if not action.help] == [], name

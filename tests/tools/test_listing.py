@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 from tests.support import TestBroker
 
@@ -28,6 +29,11 @@ def test_topics_channels_and_nodes_as_tables_and_as_json(nsparq: Run, broker: Te
         "topic", "depth", "backend_depth", "message_count", "message_bytes", "log_bytes", "channels_depth",
         "deferred_count", "channels", "paused", "nodes",
     }  # fmt: skip
+    head, row = nsparq("channels", topic).out.decode().splitlines()
+    assert head.split()[:7] == "TOPIC CHANNEL WAITING LAG DRAIN IN FLIGHT".split()
+    assert row.split()[:3] == [topic, "c", "2"]
+    # In the first seconds nsqd does not know how fast the channel drains.
+    assert re.match(r"<?\d", row.split()[3]) and row.split()[4] in ("-", "never")
     channels = json.loads(nsparq("channels", topic, "--json").out)["channels"]
     assert [(one["topic"], one["channel"], one["depth"], one["paused"]) for one in channels] == [
         (topic, "c", 2, False)

@@ -22,7 +22,9 @@ from nsparq.tools.nsq_to_file import Archives, NsqToFileOptions
 from nsparq.tools.run import Ending
 from nsparq.tools.topic_files import TopicFiles
 from tests.support import DEADLINE, TestBroker, start_broker, unique_name, wait_until
+from tests.support.aio import run, until
 from tests.support.lookupd import start_lookupd
+from tests.support.scripted_nsqd import ScriptedNsqd, message_id
 
 from .processes import (
     Tool,
@@ -120,16 +122,6 @@ def test_when_no_more_can_come_messages_are_finished_without_waiting(
         wait_until(lambda: in_flight(broker, topic) < 10)
         assert tool.terminate() == 0
     wait_until_drained(broker, topic, "c", 100)
-
-
-def test_a_long_sync_interval_does_not_make_messages_time_out(topic: str, tmp_path: Path) -> None:
-    with start_broker(msg_timeout=0.3) as broker:
-        with archive(broker, tmp_path, f"--topic={topic}", "--sync-interval=1s") as tool:
-            wait_for_channel(broker, topic, "c")
-            broker.publish(topic, b"one")
-            wait_until_drained(broker, topic, "c", 1)
-            assert broker.channel_stats(topic, "c")["timeout_count"] == 0  # type: ignore[index]
-            assert tool.terminate() == 0
 
 
 def test_sighup_closes_the_file_and_the_next_message_starts_another(
@@ -375,6 +367,32 @@ def test_a_slow_disk_does_not_hold_up_the_event_loop(
 
     asyncio.run(run())
     wait_until_drained(broker, topic, "c", 100)
+
+
+@pytest.mark.usefixtures("signals_restored")
+def test_messages_that_wait_for_a_sync_are_touched(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with ScriptedNsqd({"msg_timeout": 60}) as nsqd:
+            options = NsqToFileOptions(
+                topic=("t",),
+                channel="c",
+                nsqd_tcp_address=(nsqd.address,),
+                output_dir=str(tmp_path),
+                sync_interval=3600.0,
+            )
+            ending = Ending()
+            running = asyncio.create_task(Archives(options, ending).run())
+            peer = await nsqd.peer()
+            await nsqd.told("IDENTIFY", "SUB t c", "RDY 200")
+            peer.send_message("m1")
+            touch, finish = (f"{verb} {message_id('m1')}" for verb in ("TOUCH", "FIN"))
+            await until(lambda: nsqd.commands.count(touch) >= 3)
+            assert finish not in nsqd.commands
+            ending.end()
+            await running
+            assert nsqd.commands[-1] == finish
+
+    run(main())
 
 
 # The command line

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nsparq.client import Requeue
+from nsparq.names import VALID_NAME
 from nsparq.tools import nsq_to_nsq
 from nsparq.tools.nsq_to_nsq import JsonFilter
 from tests.support import BrokerProcess, TestBroker, start_broker, unique_name, wait_until
@@ -258,7 +259,7 @@ NO_ADDRESS = "--destination-nsqd-tcp-address 'x' is not host:port or the path of
         (GOOD, "--destination-nsqd-tcp-address required"),
         ((*GOOD, "--destination-topic=a b"), "--destination-topic is invalid"),
         ((*GOOD, "--destination-nsqd-tcp-address=x"), NO_ADDRESS),
-        ((*GOOD, "--channel=a b"), "--channel 'a b' is not a valid channel name"),
+        ((*GOOD, "--channel=a b"), f"--channel 'a b' is not a valid channel name: {VALID_NAME}"),
     ],
 )
 def test_invalid_options_are_refused(

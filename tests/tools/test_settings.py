@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,6 @@ from tests.support.auth_server import unused_port
 
 from .conftest import Run
 from .processes import http
-
-
-@pytest.fixture(scope="module")
-def second() -> Iterator[TestBroker]:
-    with start_broker() as broker:
-        yield broker
-
-
-@pytest.fixture
-def both(broker: TestBroker, second: TestBroker, topic: str) -> list[str]:
-    for one in (broker, second):
-        one.control("create", topic, "c")
-    return [f"--nsqd-http-address={http(one)}" for one in (broker, second)]
 
 
 def ordered_by(broker: TestBroker, topic: str) -> str | None:

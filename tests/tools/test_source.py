@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -37,6 +38,16 @@ def test_this_machine_is_the_default_with_nsqlookupd_first(
     with start_lookupd() as lookupd:
         monkeypatch.setattr(source, "LOCAL_LOOKUPD", http(lookupd))
         assert f"nsqlookupd {http(lookupd)} knows no nsqd" in nsparq("nodes").err
+
+
+def test_a_wrong_port_is_named(nsparq: Run, broker: TestBroker, topic: str) -> None:
+    tcp, nsqd = "{}:{}".format(*broker.address), http(broker)
+    said = nsparq("topics", f"--nsqd-http-address={tcp}").err
+    reason = "the answer is not HTTP; this is the port of NSQ's TCP protocol"
+    assert said == f"nsparq topics: GET http://{tcp}/stats: {reason}\n"
+    for arguments in (["topics"], ["channels", topic], ["pause", topic]):
+        said = nsparq(*arguments, f"--lookupd-http-address={nsqd}").err
+        assert re.search(f": {nsqd} has no /(nodes|lookup): it is not an nsqlookupd\n$", said)
 
 
 def test_figures_are_summed_over_all_nsqds_and_a_dead_one_is_named(

@@ -136,8 +136,9 @@ def test_plain_output_if_there_is_no_terminal(nsparq: Run, broker: TestBroker, t
     broker.publish(topic, b"one")
     done = nsparq("top", "--interval=10ms", f"--filter={topic}")
     totals, head, row = done.out.decode().splitlines()
-    assert totals.startswith("nodes 1 ") and head.startswith("TOPIC ")
-    assert row.split()[:3] == [topic, "c", "1"]
+    assert totals.startswith("nodes 1 ")
+    assert head.split()[:7] == "TOPIC CHANNEL WAITING LAG DRAIN IN/S OUT/S".split()
+    assert row.split()[:3] == [topic, "c", "1"] and re.match(r"<?\d", row.split()[3])
     found = json.loads(nsparq("top", "--interval=10ms", "--json").out)
     assert {*found} == {"channels", "topics", "nodes", "unreachable"}
     assert found["nodes"][0]["publish_rate"] == 0.0

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from nsparq.errors import StartError
-from nsparq.up.ports import MAX_NSQD, MAX_PIPELINES, Ports, Wanted, check_free, free_port, reachable
+from nsparq.up import ports as ports_of_up
+from nsparq.up.ports import MAX_NSQD, MAX_PIPELINES, FreePorts, Ports, Wanted, check_free, reachable
 
 HOST = "127.0.0.1"
 
@@ -54,7 +55,19 @@ def test_zero_is_any_port_for_all_or_for_one() -> None:
 
 
 def test_free_ports_are_no_problem() -> None:
-    check_free(HOST, [Wanted(free_port(HOST), "nsqd, TCP", "--nsqd-tcp-port"), Wanted(0, "x", "--x")])
+    free = FreePorts(HOST).take()
+    check_free(HOST, [Wanted(free, "nsqd, TCP", "--nsqd-tcp-port"), Wanted(0, "x", "--x")])
+
+
+def test_a_free_port_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports_of_up, "_NOT_FOR_CLIENTS", range(20_000, 20_020))
+    with socket.create_server((HOST, FreePorts(HOST).take())) as taken:
+        free, given = FreePorts(HOST), []
+        with pytest.raises(StartError, match="no port is free"):
+            while True:
+                given.append(free.take())
+        assert given and taken.getsockname()[1] not in given
+    assert len(set(given)) == len(given)
 
 
 def test_a_port_in_use_is_named_with_its_owner_and_the_flag(taken: int) -> None:
@@ -66,7 +79,7 @@ def test_a_port_in_use_is_named_with_its_owner_and_the_flag(taken: int) -> None:
 
 
 def test_all_problems_are_reported_at_once(taken: int) -> None:
-    free = free_port(HOST)
+    free = FreePorts(HOST).take()
     wanted = [
         Wanted(taken, "a", "--a"),
         Wanted(70_000, "b", "--b"),
@@ -91,7 +104,7 @@ def test_a_port_in_use_on_all_interfaces_is_in_use_here() -> None:
 
 def test_a_host_of_another_machine_is_named() -> None:
     with pytest.raises(StartError, match=r"--host=192\.0\.2\.1: "):
-        check_free("192.0.2.1", [Wanted(free_port(HOST), "a", "--a")])
+        check_free("192.0.2.1", [Wanted(FreePorts(HOST).take(), "a", "--a")])
 
 
 @pytest.mark.parametrize(

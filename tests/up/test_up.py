@@ -26,7 +26,7 @@ pytest.importorskip("uvloop")
 
 
 def get(address: str, path: str) -> Any:
-    with urlopen(f"http://{address}{path}", timeout=5) as answer:
+    with urlopen(f"http://{address}{path}", timeout=DEADLINE) as answer:
         return json.loads(answer.read())
 
 
@@ -45,11 +45,11 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 def test_when_it_is_ready_every_address_answers(up: Up) -> None:
     for name in ("nsqd-1", "nsqd-2", "nsqlookupd"):
-        with urlopen(f"http://{up.address(name, 'http')}/ping", timeout=5) as answer:
+        with urlopen(f"http://{up.address(name, 'http')}/ping", timeout=DEADLINE) as answer:
             assert answer.read() == b"OK"
         host, _, port = up.address(name, "tcp").partition(":")
         socket.create_connection((host, int(port)), DEADLINE).close()
-    with urlopen(f"http://{up.address('nsqadmin', 'http')}/", timeout=5) as answer:
+    with urlopen(f"http://{up.address('nsqadmin', 'http')}/", timeout=DEADLINE) as answer:
         assert "<html" in answer.read().decode()
 
 

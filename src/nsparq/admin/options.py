@@ -12,16 +12,15 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from nsparq.addresses import split_address
+from nsparq.daemon_options import COMMAND_FLAGS, allowed_host_option, log_level_option, log_prefix_option
 from nsparq.option_table import (
     BOOL,
     DURATION,
     INT,
     STRING,
     STRINGS,
-    CommandFlag,
     OptionError,
     OptionTable,
-    choice,
     opt,
 )
 from nsparq.secret_scope import SecretScope
@@ -33,13 +32,8 @@ __all__ = ["TABLE", "NsqadminOptions"]
 class NsqadminOptions:
     """Durations are in seconds."""
 
-    log_level: str = opt(
-        "info",
-        "lowest level to log: debug, info, warn, error, fatal",
-        choice("debug", "info", "warn", "error", "fatal"),
-        heading="Logging",
-    )
-    log_prefix: str = opt("[nsqadmin] ", "prefix of every log line", STRING)
+    log_level: str = log_level_option()
+    log_prefix: str = log_prefix_option("nsqadmin")
 
     http_address: str = opt("0.0.0.0:4171", "`host:port` for HTTP clients", STRING, heading="Addresses")
     base_path: str = opt("/", "prefix of all URLs, for use behind a proxy", STRING)
@@ -110,15 +104,7 @@ class NsqadminOptions:
         "", "TOML file with identities and their permissions, as for nsqd; users then log in", STRING
     )
     allow_config_from_cidr: str = opt("127.0.0.1/8", "network that may use `/config` (empty: any)", STRING)
-    allowed_host: tuple[str, ...] = opt(
-        (),
-        "host name under which browsers may use nsqadmin, in addition to IP addresses, names of this machine "
-        "and names of private networks. Other names are refused, so that a foreign web page cannot reach "
-        "nsqadmin through DNS rebinding. Other programs may use any name. With `--auth-policy-file` browsers "
-        "may too",
-        STRINGS,
-        file_key="allowed_hosts",
-    )
+    allowed_host: tuple[str, ...] = allowed_host_option("nsqadmin", "nsqadmin")
 
     notification_http_endpoint: str = opt(
         "", "URL that every change is POSTed to", STRING, heading="Notifications"
@@ -238,11 +224,7 @@ def is_http_url(url: str) -> bool:
 TABLE: Final = OptionTable(
     "nsqadmin",
     NsqadminOptions,
-    (
-        CommandFlag(flag="version", kind=BOOL, help="print the version and exit"),
-        CommandFlag(flag="config", kind=STRING, help="path of a TOML file with options"),
-        CommandFlag(flag="verbose", kind=BOOL, help="no effect, accepted for old scripts; see --log-level"),
-    ),
+    COMMAND_FLAGS,
 )
 
 

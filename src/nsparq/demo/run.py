@@ -19,6 +19,7 @@ from nsparq.demo.results import find, problems
 from nsparq.demo.sending import pipeline_file, send
 from nsparq.demo.show import Bars, Timing, show
 from nsparq.demo.watching import EVENTS, DemoFailed, Now, Series, look, pipelines_on_the_page
+from nsparq.tasks import cancel_all
 from nsparq.up.members import Plan
 from nsparq.up.ports import Ports
 from nsparq.up.stack import Stack
@@ -28,8 +29,9 @@ __all__ = ["Settings", "run"]
 CHART: Final = "demo.svg"
 PIPELINES: Final = {"events": "running", "activity": "running"}
 POLL_S: Final = 0.5
-STUCK_S: Final = 120.0
-"""Without progress for this long, the demo fails."""
+STUCK_S: Final = 600.0
+"""Without progress for this long, the demo fails. On a busy machine Spark's first micro-batch alone may
+take minutes."""
 STOP_S: Final = 60.0
 """Time for a micro-batch to end, on a busy machine."""
 
@@ -109,9 +111,7 @@ class Day:
             try:
                 await self._follow(bars, sending, watching)
             finally:
-                for task in (sending, watching):
-                    task.cancel()
-                await asyncio.gather(sending, watching, return_exceptions=True)
+                await cancel_all([sending, watching])
         self._until_results = time.monotonic() - self._series.began
 
     async def _send(self) -> None:
@@ -142,7 +142,11 @@ class Day:
             if last != (self._published, now):
                 last, moved = (self._published, now), time.monotonic()
             if time.monotonic() - moved > STUCK_S:
-                raise DemoFailed(f"no progress for {STUCK_S:.0f} s: {self._published:,} published, {now}")
+                raise DemoFailed(
+                    f"no progress for {STUCK_S / 60:.0f} minutes: {self._published:,} events published, "
+                    f"{now.written:,} in Parquet, {now.results:,} results. A pipeline hangs, or this machine "
+                    "is too busy; DEMO_ARGS=--events=100000 is less work"
+                )
             await asyncio.wait({sending, watching}, timeout=POLL_S)
             if watching.done():
                 watching.result()

@@ -150,8 +150,9 @@ class Endpoint:
     """One method on one path. `{name}` as the last part of the path matches any text without a
     slash.
 
-    As a decorator it describes the method that handles its requests. endpoints_of() then gives the
-    endpoints of an object. `topics`, `is_owner` and `max_body_of` are methods of that object, too.
+    As a decorator it describes the method that handles its requests; a method may have several.
+    endpoints_of() then gives the endpoints of an object. `topics`, `is_owner` and `max_body_of` are
+    methods of that object, too.
     """
 
     method: str
@@ -205,7 +206,8 @@ class Endpoint:
             object.__setattr__(self, "success_type", JSON_TYPE)
 
     def __call__(self, handler: H) -> H:
-        handler.__dict__["endpoint"] = self
+        # Decorators run from the bottom up.
+        handler.__dict__["endpoints"] = [self, *handler.__dict__.get("endpoints", ())]
         return handler
 
 
@@ -221,7 +223,7 @@ def endpoints_of(api: object, group: str = "") -> list[Endpoint]:
             max_body=found.max_body_of(api) if found.max_body_of else found.max_body,
         )
         for method in vars(type(api)).values()
-        if isinstance(found := getattr(method, "endpoint", None), Endpoint)
+        for found in getattr(method, "endpoints", ())
     ]
 
 

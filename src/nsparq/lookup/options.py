@@ -8,20 +8,16 @@ import sys
 from dataclasses import dataclass
 from typing import Final
 
-from nsparq.option_table import BOOL, DURATION, INT, STRING, STRINGS, CommandFlag, OptionTable, choice, opt
+from nsparq.daemon_options import COMMAND_FLAGS, allowed_host_option, log_level_option, log_prefix_option
+from nsparq.option_table import DURATION, INT, STRING, OptionTable, opt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NsqlookupdOptions:
     """Durations are in seconds."""
 
-    log_level: str = opt(
-        "info",
-        "lowest level to log: debug, info, warn, error, fatal",
-        choice("debug", "info", "warn", "error", "fatal"),
-        heading="Logging",
-    )
-    log_prefix: str = opt("[nsqlookupd] ", "prefix of every log line", STRING)
+    log_level: str = log_level_option()
+    log_prefix: str = log_prefix_option("nsqlookupd")
 
     tcp_address: str = opt("0.0.0.0:4160", "`host:port` where nsqds register", STRING, heading="Addresses")
     http_address: str = opt("0.0.0.0:4161", "`host:port` for HTTP clients", STRING)
@@ -32,14 +28,7 @@ class NsqlookupdOptions:
         default_text="the hostname",
     )
 
-    allowed_host: tuple[str, ...] = opt(
-        (),
-        "host name under which browsers may use the HTTP API, in addition to IP addresses, names of this "
-        "machine and names of private networks. Other names are refused, so that a foreign web page cannot "
-        "reach nsqlookupd through DNS rebinding. Other programs may use any name",
-        STRINGS,
-        file_key="allowed_hosts",
-    )
+    allowed_host: tuple[str, ...] = allowed_host_option("nsqlookupd", has_policy=False)
 
     inactive_producer_timeout: float = opt(
         300.0,
@@ -66,11 +55,7 @@ class NsqlookupdOptions:
 TABLE: Final = OptionTable(
     "nsqlookupd",
     NsqlookupdOptions,
-    (
-        CommandFlag(flag="version", kind=BOOL, help="print the version and exit"),
-        CommandFlag(flag="config", kind=STRING, help="path of a TOML file with options"),
-        CommandFlag(flag="verbose", kind=BOOL, help="no effect, accepted for old scripts; see --log-level"),
-    ),
+    COMMAND_FLAGS,
 )
 
 

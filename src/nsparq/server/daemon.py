@@ -37,6 +37,7 @@ from nsparq.server.memory import watch_collector
 from nsparq.server.outbox import PendingOks
 from nsparq.server.statsd import Statsd, expand_prefix
 from nsparq.storage.files import Files
+from nsparq.tasks import cancel_all
 from nsparq.version import version_line
 from nsparq.wire.limits import Unfinished
 
@@ -267,10 +268,7 @@ class Nsqd:
         logger.info("NSQ: stopping")
         self.is_stopping = True
         self._close_listeners()
-        tasks = [*self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         if self._statsd is not None:
             await self._statsd.stop()
         self.broker.turn()

@@ -19,6 +19,7 @@ from typing import Final, Literal
 from nsparq.addresses import join_address, split_address
 from nsparq.errors import NsparqError
 from nsparq.private_random import private_random
+from nsparq.tasks import cancel_all
 from nsparq.wire import lookup as wire
 from nsparq.wire.lookup import BadReply, PeerInfo, ReplyDecoder
 
@@ -87,9 +88,7 @@ class LookupPeers:
     async def stop(self) -> None:
         """Close all connections. The nsqlookupds then remove us. Calling it again does nothing."""
         self.is_running = False
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await cancel_all(self._tasks.values())
 
     async def settled(self) -> None:
         """Wait until every peer has answered IDENTIFY once or has failed: about 2 s at most."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Final, Generic, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -15,7 +15,7 @@ from nsparq.archive.store import check_url
 from nsparq.client.connect.lookup import lookup_url
 from nsparq.errors import StartError
 from nsparq.flags import MAX_DURATION_S, format_duration, parse_duration
-from nsparq.names import is_valid_name
+from nsparq.names import VALID_NAME, is_valid_name
 from nsparq.secret_scope import SecretScope
 
 T = TypeVar("T")
@@ -72,9 +72,7 @@ def _duration(text: str) -> float:
 
 def _name(text: str) -> str:
     if not is_valid_name(text.encode()):
-        raise ValueError(
-            "must be an NSQ name: 1 to 64 of the characters A-Z a-z 0-9 . _ - and optionally #ephemeral"
-        )
+        raise ValueError(f"must be an NSQ name: {VALID_NAME}")
     return text
 
 
@@ -127,7 +125,7 @@ def _store(text: str) -> str:
     except StartError:
         raise ValueError(
             "must be the URL of a store, as of nsqd's --archive: s3://bucket/prefix, gs://bucket/prefix, "
-            "az://account/container/prefix or file:///directory"
+            "az://container/prefix or file:///directory"
         ) from None
     return text
 
@@ -218,6 +216,27 @@ def opt(
         "is_secret": is_secret,
     }
     return field(default=default, repr=not is_secret, metadata=metadata)
+
+
+def table_of(options: type) -> dict[str, SparkOption]:
+    """The fields of NsqOptions, by lower-case name."""
+    heading = ""
+    found = {}
+    for one in fields(options):
+        metadata = dict(one.metadata)
+        heading = metadata.pop("heading") or heading
+        assert one.default is not MISSING
+        option = SparkOption(
+            name=camel(one.name), attribute=one.name, default=one.default, heading=heading, **metadata
+        )
+        found[option.name.lower()] = option
+    return found
+
+
+def camel(attribute: str) -> str:
+    """The name of an option, by its field."""
+    first, *rest = attribute.split("_")
+    return first + "".join(word.capitalize() for word in rest)
 
 
 # the reference page

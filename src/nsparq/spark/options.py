@@ -14,7 +14,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Final
 
@@ -39,11 +39,12 @@ from nsparq.spark.option_fields import (
     SOURCE,
     STORE,
     TEXT,
-    SparkOption,
     Use,
+    camel,
     choice,
     markdown,
     opt,
+    table_of,
 )
 
 __all__ = ["TABLE", "NsqOptions", "OptionError", "Use", "mode_of"]
@@ -361,7 +362,7 @@ class NsqOptions:
     def _check_source(self, use: Use) -> None:
         given = [name for name in ("topic", "topics", "topics_pattern") if getattr(self, name)]
         if len(given) != 1:
-            problem = "is missing" if not given else f"cannot be combined with {_camel(given[1])}"
+            problem = "is missing" if not given else f"cannot be combined with {camel(given[1])}"
             raise OptionError(
                 f"option {given[0] if given else 'topic'} {problem}: use one of topic, topics, topicsPattern"
             )
@@ -410,26 +411,7 @@ def mode_of(given: Mapping[str, str]) -> str:
         raise OptionError(f"option mode {error}, not {text[:100]!r}") from None
 
 
-def _camel(attribute: str) -> str:
-    first, *rest = attribute.split("_")
-    return first + "".join(word.capitalize() for word in rest)
-
-
-def _table() -> dict[str, SparkOption]:
-    heading = ""
-    found = {}
-    for one in fields(NsqOptions):
-        metadata = dict(one.metadata)
-        heading = metadata.pop("heading") or heading
-        assert one.default is not MISSING
-        option = SparkOption(
-            name=_camel(one.name), attribute=one.name, default=one.default, heading=heading, **metadata
-        )
-        found[option.name.lower()] = option
-    return found
-
-
-TABLE: Final = _table()
+TABLE: Final = table_of(NsqOptions)
 """By lower-case name."""
 
 

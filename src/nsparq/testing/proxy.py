@@ -22,6 +22,7 @@ from typing import Any, Final, Literal
 
 from nsparq.addresses import join_address, split_address
 from nsparq.client.loop_thread import LoopThread
+from nsparq.tasks import cancel_all
 
 __all__ = ["FaultProxy"]
 
@@ -257,9 +258,7 @@ class _Link:
             # No connection to the broker: the client must not believe that it has one.
             self._with_reset = True
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
             for one in (self._client, self._broker):
                 _close(one, self._with_reset)
             self._proxy.links.discard(self)

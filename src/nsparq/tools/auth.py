@@ -18,6 +18,7 @@ from nsparq.errors import NsparqError
 from nsparq.server.auth.grants import Authorization
 from nsparq.server.auth.policy import StaticPolicy
 from nsparq.server.auth.policy_file import Identity, Policy, hash_generated, hash_password, read_policy
+from nsparq.tools.output import text_table
 from nsparq.tools.parser import Parser
 
 __all__ = ["main", "make_parser"]
@@ -45,7 +46,11 @@ def make_parser() -> argparse.ArgumentParser:
         prog="nsparq auth", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("secret", help="create a random secret, and its hash")
+    command = commands.add_parser(
+        "secret",
+        help="create a random secret, and its hash",
+        description="Prints a random secret for a client, and its hash for the policy file.",
+    )
     command.set_defaults(run=make_secret)
     command = commands.add_parser(
         "hash",
@@ -58,15 +63,19 @@ def make_parser() -> argparse.ArgumentParser:
         help="the secret is long and random, not a password: use the fast hash, without a name in front",
     )
     command.set_defaults(run=hash_secret)
-    command = commands.add_parser("check", help="check a policy file and print what it permits")
-    command.add_argument("file", type=Path)
+    command = commands.add_parser(
+        "check",
+        help="check a policy file and print what it permits",
+        description="Checks a policy file, and prints what it permits to whom.",
+    )
+    command.add_argument("file", type=Path, help="the policy file")
     command.set_defaults(run=check)
     command = commands.add_parser(
         "who",
         help="print the identity of a secret and what it permits",
         description="Asks for a secret (or reads it from standard input), as a client would send it.",
     )
-    command.add_argument("file", type=Path)
+    command.add_argument("file", type=Path, help="the policy file")
     command.set_defaults(run=who)
     return parser
 
@@ -171,7 +180,4 @@ def _rows(name: str, kinds: str, authorizations: Sequence[Authorization]) -> lis
 def _table(rows: Sequence[Row], headings: Row = HEADINGS) -> str:
     everything = [headings, *rows]
     used = [column for column in range(len(headings)) if any(row[column] for row in everything)]
-    widths = {column: max(len(row[column]) for row in everything) for column in used}
-    return "\n".join(
-        "  ".join(f"{row[column]:<{widths[column]}}" for column in used).rstrip() for row in everything
-    )
+    return "\n".join(text_table([[row[column] for column in used] for row in everything], left=len(used)))

@@ -148,9 +148,13 @@ class Cluster:
         try:
             return self.call("GET", url, kind)
         except AskFailed as error:
-            if error.status == 404:
-                return {}
-            raise
+            if error.status != 404:
+                raise
+            parts = urlsplit(url)
+            if kind == NSQLOOKUPD and error.code == "NOT_FOUND":
+                text = f"{parts.netloc} has no {parts.path}: it is not an nsqlookupd"
+                raise AskFailed(text, error.status, error.code) from error
+            return {}
 
     def call(self, method: str, url: str, kind: str = NSQD, body: bytes | None = None) -> Mapping[str, Any]:
         """The JSON object of an answer with status 200; empty if there is none. Raises AskFailed."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from itertools import islice
 from typing import Any, Final
 
@@ -18,7 +17,6 @@ from nsparq.errors import NsparqError
 from nsparq.flags import FlagError, HelpWanted, UnknownFlag
 from nsparq.option_table import CommandLineExit, Option, OptionError
 from nsparq.tools.options import T, ToolTable, table_row
-from nsparq.tools.source import SourceFlags
 from nsparq.version import version_line
 
 __all__ = ["CommandTable", "run_command"]
@@ -46,9 +44,6 @@ class CommandTable(ToolTable[T]):
         """`words` are the options that words fill, in this order; the first `required` ones must be
         given. A list takes all further words."""
         super().__init__(f"nsparq {command}", options_class, command=command, about=about, examples=examples)
-        if issubclass(options_class, SourceFlags):
-            shared = len(fields(SourceFlags))
-            self.options = (*self.options[shared:], *self.options[:shared])
         by_name = {option.attribute: option for option in self.options}
         self.words = tuple(by_name[word] for word in words)
         self.required = self.words[:required]

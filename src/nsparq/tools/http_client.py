@@ -18,6 +18,7 @@ from nsparq.addresses import join_address
 from nsparq.client.connect.http_get import login_of
 from nsparq.client.errors import reason_of
 from nsparq.errors import NsparqError
+from nsparq.tasks import cancel_all
 
 __all__ = ["HttpClient", "RequestFailed", "Target", "parse_target"]
 
@@ -193,10 +194,7 @@ class _Pool:
             self.put_back(task.result())
 
     async def close(self) -> None:
-        dialing = [*self._dialing]
-        for task in dialing:
-            task.cancel()
-        await asyncio.gather(*dialing, return_exceptions=True)
+        await cancel_all(self._dialing)
         for connection in self.idle:
             connection.close()
         self.idle.clear()

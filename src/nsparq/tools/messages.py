@@ -78,11 +78,8 @@ def _peek(options: PeekFlags) -> int:
     found = source.each_of(
         options.topic, lambda address: source.ask("GET", address, path, **query), options.channel
     )
-    if options.sequence >= 0 and len(found.done) > 1:
-        raise AskFailed(
-            "sequence numbers belong to one nsqd: choose one with --nsqd-http-address="
-            + " or ".join(found.done)
-        )
+    if options.sequence >= 0:
+        found.require_one()
     messages = [
         {"topic": options.topic, "node": address, **message}
         for address, answer in found.done.items()

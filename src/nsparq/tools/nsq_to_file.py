@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Final
 
 from nsparq.client import ClientError, Config, Message
-from nsparq.option_table import BOOL, DURATION, INT, STRING, STRINGS, OptionError, choice, opt
+from nsparq.daemon_options import log_level_option, log_prefix_option
+from nsparq.option_table import BOOL, DURATION, INT, STRING, STRINGS, OptionError, opt
 from nsparq.tools.cluster import AskFailed, Cluster
 from nsparq.tools.json_lines import to_line
 from nsparq.tools.options import (
@@ -109,13 +110,8 @@ class NsqToFileOptions(SourceOptions):
         bound="positive",
     )
 
-    log_level: str = opt(
-        "info",
-        "lowest level to log: debug, info, warn, error, fatal",
-        choice("debug", "info", "warn", "error", "fatal"),
-        heading="Logging",
-    )
-    log_prefix: str = opt(f"[{PROGRAM}] ", "prefix of every log line", STRING)
+    log_level: str = log_level_option()
+    log_prefix: str = log_prefix_option(PROGRAM)
 
     def consumer_config(self) -> Config:
         return replace(SourceOptions.consumer_config(self), headers=self.json_lines)

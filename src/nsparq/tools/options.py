@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, Protocol, TypeVar
 from nsparq.client import Config, Consumer
 from nsparq.client.connect.connection import checked_addresses
 from nsparq.client.connect.lookup import lookup_url
-from nsparq.names import is_valid_name
+from nsparq.names import VALID_NAME, is_valid_name
 from nsparq.option_table import (
     BOOL,
     DURATION,
@@ -64,10 +64,10 @@ class ToolTable(OptionTable[T]):
         """`command` is the name of the tool under `nsparq`."""
         version = CommandFlag(flag="version", kind=BOOL, help="print the version and exit")
         super().__init__(program, options_class, (version,))
-        if issubclass(options_class, SourceOptions):
-            # The options that tools share are inherited, and so come first in the class. Show them last.
-            shared = len(fields(SourceOptions))
-            self.options = (*self.options[shared:], *self.options[:shared])
+        # The options that tools share are inherited, and so come first in the class. Show them last.
+        base = options_class.__mro__[-2]  # below `object`
+        shared = len(fields(base))
+        self.options = (*self.options[shared:], *self.options[:shared])
         self.command, self.about, self.examples = command, about.strip(), tuple(examples)
 
     def read(self, arguments: Sequence[str]) -> T:
@@ -186,11 +186,11 @@ def check_nsqd(flag: str, addresses: Sequence[str]) -> None:
 def check_topics(topics: Iterable[str], channel: str | None = None) -> None:
     for topic in topics:
         if not is_valid_name(topic.encode()):
-            raise OptionError(f"--topic {topic!r} is not a valid topic name")
+            raise OptionError(f"--topic {topic!r} is not a valid topic name: {VALID_NAME}")
     if channel == "":
         raise OptionError("--channel is required")
     if channel is not None and not is_valid_name(channel.encode()):
-        raise OptionError(f"--channel {channel!r} is not a valid channel name")
+        raise OptionError(f"--channel {channel!r} is not a valid channel name: {VALID_NAME}")
 
 
 def client_config(program: str, options: Iterable[str], **more: Any) -> Config:

@@ -90,9 +90,12 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser(
-        "run", help="run the pipelines of a file until they end or a signal arrives"
+        "run",
+        help="run the pipelines of a file until they end or a signal arrives",
+        description="Runs the pipelines of a file until they end or a signal arrives. After a crash the same "
+        "command continues where they were.",
     )
-    command.add_argument("file", type=Path)
+    command.add_argument("file", type=Path, help="the pipeline file")
     command.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="run only this pipeline; repeatable"
     )
@@ -111,8 +114,13 @@ def make_parser() -> argparse.ArgumentParser:
     add_running(command)
     command.set_defaults(run=run)
 
-    command = commands.add_parser("check", help="check a pipeline file")
-    command.add_argument("file", type=Path)
+    command = commands.add_parser(
+        "check",
+        help="check a pipeline file",
+        description="Checks a pipeline file, with its schemas and SQL, and prints what it declares. "
+        "It consumes nothing.",
+    )
+    command.add_argument("file", type=Path, help="the pipeline file")
     command.add_argument(
         "--spark",
         action=argparse.BooleanOptionalAction,
@@ -122,7 +130,11 @@ def make_parser() -> argparse.ArgumentParser:
 
     pipeline_try.add_command(commands)
 
-    command = commands.add_parser("new", help="write a first pipeline file for a topic")
+    command = commands.add_parser(
+        "new",
+        help="write a first pipeline file for a topic",
+        description="Writes a first pipeline file for a topic, with the columns of its newest messages.",
+    )
     command.add_argument("file", type=Path, nargs="?", help="file to write; default: standard output")
     command.add_argument(
         "--topic",
@@ -133,7 +145,9 @@ def make_parser() -> argparse.ArgumentParser:
     command.set_defaults(run=new)
 
     command = commands.add_parser(
-        "status", help="show the status of running pipelines; exit status 1 if they do not run"
+        "status",
+        help="show the status of running pipelines; exit status 1 if they do not run",
+        description="Shows the status of running pipelines. The exit status is 1 if they do not run.",
     )
     command.add_argument("file", type=Path, help="the pipeline file, or its checkpoint directory")
     command.add_argument("--json", action="store_true", help="print JSON")

@@ -94,7 +94,9 @@ def add_commands(commands: Any) -> None:
 
     command = add("archive", archive, "write topics to Parquet files, by topic and date", ARCHIVE)
     _add_topics(command)
-    command.add_argument("--output-dir", required=True, type=_directory, metavar="DIR")
+    command.add_argument(
+        "--output-dir", required=True, type=_directory, metavar="DIR", help="folder for the Parquet files"
+    )
     command.add_argument("--interval", default="10s", help="how often to write files (%(default)s)")
     command.add_argument("--available-now", action="store_true", help="read the existing messages and end")
     command.add_argument(

@@ -35,9 +35,12 @@ MIN_WIDTH: Final = 8
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
-        "try", help="show what would be written for the first messages of a topic or a file"
+        "try",
+        help="show what would be written for the first messages of a topic or a file",
+        description="Shows what would be written for the first messages of a topic or a file. It writes "
+        "nothing, and moves no channel.",
     )
-    command.add_argument("file", type=Path)
+    command.add_argument("file", type=Path, help="the pipeline file")
     command.add_argument(
         "--only", action="append", default=[], metavar="NAME", help="try only this pipeline; repeatable"
     )

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Final
 
 from nsparq.option_table import BOOL, STRING, OptionError, opt
-from nsparq.tools.cluster import AskFailed
 from nsparq.tools.command_table import CommandTable, run_command
 from nsparq.tools.manage import can_ask, confirmed
 from nsparq.tools.output import Column, amount, moment, print_json, print_rows
@@ -89,9 +88,8 @@ def _replay(options: ReplayFlags) -> int:
         return source.ask("POST", address, "/channel/seek", **query)
 
     plans = source.each_of(options.topic, plan, options.channel)
-    if "sequence" in query and len(plans.done) > 1:
-        nodes = " or ".join(plans.done)
-        raise AskFailed(f"sequence numbers belong to one nsqd: choose one with --nsqd-http-address={nodes}")
+    if "sequence" in query:
+        plans.require_one()
     rows = [{"node": node, **found} for node, found in plans.done.items()]
     if not options.json:
         print_rows(rows, COLUMNS)

@@ -18,6 +18,7 @@ from nsparq import logs
 from nsparq.client import ClientError, ConfigError, Consumer
 from nsparq.errors import StartError
 from nsparq.option_table import CommandLineExit
+from nsparq.tasks import cancel_all
 from nsparq.tools.options import T, ToolTable
 
 __all__ = [
@@ -151,9 +152,7 @@ async def unless_ended(ending: Ending, work: Coroutine[Any, Any, R]) -> R | None
         await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        working.cancel()
-        waiting.cancel()
-        await asyncio.gather(working, waiting, return_exceptions=True)
+        await cancel_all([working, waiting])
 
 
 async def _start(consumers: Sequence[Consumer], nsqd: Sequence[str]) -> None:

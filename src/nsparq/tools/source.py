@@ -78,6 +78,14 @@ class Answers(Generic[R]):
         """For JSON."""
         return [{"node": address, "reason": str(error)} for address, error in self.failed.items()]
 
+    def require_one(self) -> None:
+        """Raises AskFailed if several nsqds have answered a question about a sequence number."""
+        if len(self.done) > 1:
+            nodes = " or ".join(self.done)
+            raise AskFailed(
+                f"sequence numbers belong to one nsqd: choose one with --nsqd-http-address={nodes}"
+            )
+
     def report(self, program: str) -> int:
         """Name those that failed on standard error. Returns the exit status."""
         for error in self.failed.values():

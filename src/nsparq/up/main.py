@@ -17,6 +17,7 @@ from typing import Final
 
 from nsparq.errors import NsparqError, StartError
 from nsparq.flags import parse_duration
+from nsparq.tasks import cancel_all
 from nsparq.tools.parser import Parser
 from nsparq.up.members import Cluster, Plan
 from nsparq.up.output import LEVELS, Output
@@ -209,17 +210,15 @@ async def run_until_signal(stack: Stack, output: Output) -> int:
         asked.set()
 
     # Under nohup SIGHUP is ignored: the stack outlives its terminal.
-    heard = [one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
-    for number in heard:
+    handled = [one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+    for number in handled:
         loop.add_signal_handler(number, on_signal, number)
     work = asyncio.create_task(_work(stack, output))
     waiting = asyncio.create_task(asked.wait())
     try:
         await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
         is_over = work.done()
-        for task in (work, waiting):
-            task.cancel()
-        await asyncio.gather(work, waiting, return_exceptions=True)
+        await cancel_all([work, waiting])
         if not is_over:
             output.say("stopping")
         is_clean = await stack.stop()
@@ -229,7 +228,7 @@ async def run_until_signal(stack: Stack, output: Output) -> int:
         output.say("stopped")
         return OK if is_clean else FAILED
     finally:
-        for number in heard:
+        for number in handled:
             loop.remove_signal_handler(number)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from nsparq.addresses import join_address
 from nsparq.errors import StartError
 from nsparq.fetch import FetchError, fetch
-from nsparq.up.ports import Ports, Wanted, free_port, reachable
+from nsparq.up.ports import FreePorts, Ports, Wanted, reachable
 from nsparq.up.replicas import cluster_flags, find_etcd
 
 __all__ = ["Admin", "Cluster", "Etcd", "Lookupd", "Member", "Nsqd", "Pipelines", "Plan"]
@@ -111,7 +111,7 @@ class Nsqd(Member):
     def __init__(self, cluster: Cluster, name: str, number: int, **ports: int) -> None:
         super().__init__(cluster, name, **ports)
         self.number = number
-        self.replication_port = cluster.plan.ports.for_replica(number) or free_port(cluster.plan.host)
+        self.replication_port = cluster.plan.ports.for_replica(number) or cluster.free_ports.take()
 
     @property
     def data_path(self) -> Path:
@@ -270,6 +270,7 @@ class Cluster:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.free_ports = FreePorts(plan.host)
         ports = plan.ports
         tcp, http = ports.for_lookupd()
         self.lookupd = Lookupd(self, "nsqlookupd", TCP=tcp, HTTP=http)
@@ -278,7 +279,7 @@ class Cluster:
         self.etcd_program = ""
         if self.is_replicated and not plan.coordinator:
             self.etcd_program = find_etcd()
-            client, peer = (port or free_port(plan.host) for port in ports.for_etcd())
+            client, peer = (port or self.free_ports.take() for port in ports.for_etcd())
             self.etcd = Etcd(self, "etcd", client=client, peer=peer)
         self.nsqds: list[Nsqd] = []
         count = plan.replicas if self.is_replicated else plan.nsqd
@@ -287,13 +288,13 @@ class Cluster:
             tcp, http = ports.for_nsqd(number)
             if self.is_replicated:
                 # Others must know the ports of a node that does not listen yet.
-                tcp, http = tcp or free_port(plan.host), http or free_port(plan.host)
+                tcp, http = tcp or self.free_ports.take(), http or self.free_ports.take()
             self.nsqds.append(Nsqd(self, name, number, TCP=tcp, HTTP=http))
         self.admin = Admin(self, "nsqadmin", HTTP=ports.for_admin())
         self.pipelines: list[Pipelines] = []
         for number, (name, file) in enumerate(_named(plan.pipelines)):
             # nsqadmin needs the port before the runner starts, so the runner cannot choose it.
-            port = ports.for_pipeline(number) or free_port(plan.host)
+            port = ports.for_pipeline(number) or self.free_ports.take()
             self.pipelines.append(Pipelines(self, name, file, metrics=port))
 
     @property

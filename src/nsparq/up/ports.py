@@ -10,14 +10,17 @@ from typing import Final
 
 from nsparq.errors import StartError
 from nsparq.listening import listen_on
+from nsparq.private_random import private_random
 
-__all__ = ["BASE", "MAX_NSQD", "MAX_PIPELINES", "Ports", "Wanted", "check_free", "free_port", "reachable"]
+__all__ = ["BASE", "MAX_NSQD", "MAX_PIPELINES", "FreePorts", "Ports", "Wanted", "check_free", "reachable"]
 
 BASE: Final = 4150
 """The first of NSQ's ports."""
 MAX_NSQD: Final = 50
 MAX_PIPELINES: Final = 10
 _PORT_MAX: Final = 65535
+_NOT_FOR_CLIENTS: Final = range(10_000, 32_768)
+"""Systems give the ports above to clients, and to servers that listen on port 0."""
 
 # Offsets from the base. With 4150 they give NSQ's own ports.
 _LOOKUPD_TCP, _LOOKUPD_HTTP, _ADMIN, _PIPELINES, _FURTHER_NSQD = 10, 11, 21, 30, 50
@@ -118,13 +121,20 @@ def _why_not(host: str, port: int) -> str:
         raise StartError(f"--host={host}: {error.strerror or error}") from error
 
 
-def free_port(host: str) -> int:
-    """A port that is free now. Another process may take it: prefer port 0."""
-    probes = listen_on((host, 0))
-    port: int = probes[0].getsockname()[1]
-    for probe in probes:
-        probe.close()
-    return port
+class FreePorts:
+    """Ports of a host that are free now, each given once. Another process may take one: prefer
+    port 0."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._candidates = iter(private_random.sample(_NOT_FOR_CLIENTS, len(_NOT_FOR_CLIENTS)))
+
+    def take(self) -> int:
+        """Raises StartError."""
+        for port in self._candidates:
+            if not _why_not(self._host, port):
+                return port
+        raise StartError(f"--host={self._host}: no port is free")
 
 
 def reachable(host: str) -> str:

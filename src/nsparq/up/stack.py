@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 from nsparq.errors import StartError
+from nsparq.tasks import cancel_all
 from nsparq.up.members import Cluster, Member, Plan
 from nsparq.up.ports import check_free
 from nsparq.up.process import Process, describe_status
@@ -97,7 +98,7 @@ class Stack:
             raise StartError(_with_tail(f"{member.name} {reason}", process))
 
     async def _launch(self, member: Member) -> Process:
-        def heard(line: str) -> None:
+        def on_line(line: str) -> None:
             found = _LISTENING.search(line)
             if found is not None and not member.ports.get(found[1], 1):
                 # It has chosen a free port. After a restart it must use the same.
@@ -105,7 +106,7 @@ class Stack:
             self._listener.line(member.name, line)
 
         process = await Process.start(
-            member.module, member.arguments(), heard, grace_s=self.plan.stop_timeout
+            member.module, member.arguments(), on_line, grace_s=self.plan.stop_timeout
         )
         self._processes[member.name] = process
         return process
@@ -190,10 +191,7 @@ class Stack:
 
     async def _stop_restarting(self, members: Sequence[Member]) -> None:
         """Do not restart them any more."""
-        keepers = [self._keepers[one.name] for one in members if one.name in self._keepers]
-        for keeper in keepers:
-            keeper.cancel()
-        await asyncio.gather(*keepers, return_exceptions=True)
+        await cancel_all(self._keepers[one.name] for one in members if one.name in self._keepers)
 
     async def _stop(self, members: Sequence[Member]) -> bool:
         running = [one for one in members if one.name in self._processes]
@@ -222,9 +220,7 @@ async def together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
 
 def _lock(directory: Path) -> int:

@@ -352,6 +352,18 @@ def test_a_commit_needs_the_permission_for_every_topic_in_it(tmp_path: Path) -> 
         assert broker.topic_stats(MINE) is None
 
 
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize(
+    "endpoint", [one for one in endpoints() if takes(one, "producer") and one.topics is not None]
+)
+def test_a_transaction_without_topics_needs_the_permission_for_some_topic(
+    broker: BrokerThread, endpoint: Endpoint
+) -> None:
+    assert_needs_secret(ask(broker, endpoint, {}, producer="new"))
+    answer = ask(broker, endpoint, bearer(f"not-{endpoint.permission}"), producer="new")
+    answer.expect_error(403, "UNAUTHORIZED")
+
+
 def test_the_figures_of_one_topic_show_no_other(broker: BrokerThread, topics: None) -> None:
     with broker.connect() as producer:
         authenticate(producer, "everything")

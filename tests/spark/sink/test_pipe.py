@@ -43,7 +43,7 @@ class Scripted:
 @contextmanager
 def pipe_to(answer: bytes, user: str = "", access: Access | None = None) -> Iterator[tuple[Pipe, Scripted]]:
     server = Scripted(answer)
-    pipe = Pipe(f"http://{user}127.0.0.1:{server.port}", access or Access(timeout=5.0))
+    pipe = Pipe(f"http://{user}127.0.0.1:{server.port}", access or Access(timeout=DEADLINE))
     try:
         yield pipe, server
     finally:
@@ -109,7 +109,7 @@ def test_an_invalid_answer_is_an_error_of_the_connection(answer: bytes) -> None:
     ],
 )
 def test_requests_carry_the_credentials(user: str, token: str | None, expected: bytes | None) -> None:
-    with pipe_to(OK, user, Access(token=token, timeout=5.0)) as (pipe, server):
+    with pipe_to(OK, user, Access(token=token, timeout=DEADLINE)) as (pipe, server):
         assert pipe.shown == f"http://127.0.0.1:{server.port}"
         pipe.send("/", [b"x"])
         pipe.receive()

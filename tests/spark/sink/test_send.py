@@ -17,8 +17,9 @@ from nsparq.spark.sink.send import AlreadyCommitted, Published, Sender, Staged, 
 from nsparq.testing import FaultProxy
 from tests.spark.sink.support import address, ask, rows, stored
 from tests.support import BrokerProcess, BrokerThread, unique_name, wait_until
+from tests.support.polling import DEADLINE
 
-ACCESS = Access(timeout=5.0)
+ACCESS = Access(timeout=DEADLINE)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ pytest.importorskip("pyspark")
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F
 
+from tests.support.polling import SPARK_DEADLINE
+
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
@@ -87,7 +89,7 @@ def sink(frame: DataFrame, checkpoint: Path, topic: str, *nsqd: Any, **options: 
 
 def run(writer: DataStreamWriter) -> StreamingQuery:
     query = writer.trigger(availableNow=True).start()
-    assert query.awaitTermination(60)
+    assert query.awaitTermination(SPARK_DEADLINE)
     return query
 
 
@@ -296,5 +298,5 @@ def test_nsqd_killed_again_and_again_under_a_stream_costs_nothing_and_doubles_no
             wait_next(query)
             broker.kill()
             broker.start()
-        assert query.awaitTermination(60)
+        assert query.awaitTermination(SPARK_DEADLINE)
         assert sorted(stored(broker, topic)) == numbers(range(6000))

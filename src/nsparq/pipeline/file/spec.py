@@ -364,7 +364,11 @@ class Run:
         "", string, "directory of the checkpoints and the status file", shown="`checkpoints/FILE`"
     )
     metrics_address: str = key(
-        "", string, "`host:port` for `/metrics` (Prometheus) and `/status` (JSON)", shown="none"
+        "",
+        string,
+        "`host:port` for `/metrics` (Prometheus) and `/status` (JSON). An empty host, `0.0.0.0` and `[::]` "
+        "mean every address of the machine, IPv4 and IPv6",
+        shown="none",
     )
     retries: int = key(
         10,

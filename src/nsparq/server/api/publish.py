@@ -1,16 +1,18 @@
-"""POST /pub and /mpub."""
+"""POST /pub and /mpub, and the headers of a request that become headers of its messages:
+docs/reference/headers.md has the table."""
 
 from __future__ import annotations
 
 import re
 from array import array
 from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote_to_bytes
 
 from nsparq.broker.seen_numbers import NumberRefused
 from nsparq.errors import Exiting, FatalClientError, StorageError, SyncFailed
+from nsparq.headers import decode_headers, encode_headers
 from nsparq.http.api import LATER, TEXT_TYPE, ApiError, Endpoint, Later, Param, Request, Result
 from nsparq.packed import PackedBodies
-from nsparq.server.api.message_headers import block_of, with_headers
 from nsparq.server.api.parameters import FLAG, TOPIC, flag_of
 from nsparq.server.api.topics import NEW_TOPIC_ERRORS, new_topic_name
 from nsparq.wire.header_blocks import take_headers
@@ -25,6 +27,12 @@ _HEADERS: Final = (
     "`X-Nsq-Header-…`, `traceparent` and some other headers of the request become "
     "[headers of the message](headers.md#http)."
 )
+
+_HEADER_PREFIX: Final = b"x-nsq-header-"
+_CLOUD_EVENT: Final = b"ce-"
+_TRACE: Final = frozenset((b"traceparent", b"tracestate", b"baggage"))
+_BEGINNINGS: Final = frozenset(b"xXtTbBcC")
+"""First letters of the names that count here."""
 
 
 class PublishApi:
@@ -93,8 +101,8 @@ class PublishApi:
                 bodies = take_headers(bodies, "PUB")
             except FatalClientError as error:
                 raise ApiError(413, error.code.removeprefix("E_")) from error
-        elif block := block_of(request):
-            bodies = with_headers(bodies, block, self._options.max_msg_size)
+        elif block := _block_of(request):
+            bodies = _with_headers(bodies, block, self._options.max_msg_size)
         return self._publish(request, topic, bodies, defer_ms)
 
     @Endpoint(
@@ -140,7 +148,7 @@ class PublishApi:
         has_blocks = flag_of(request, "headers")
         if has_blocks and not is_binary:
             raise ApiError(400, "INVALID_ARG_HEADERS")
-        block = b"" if has_blocks else block_of(request)
+        block = b"" if has_blocks else _block_of(request)
         if is_binary:
             try:
                 bodies = decode_multiple(request.body, self._nsqd.limits, has_headers=has_blocks)
@@ -149,7 +157,7 @@ class PublishApi:
         else:
             bodies = self._split_lines(request.body)
         if block:
-            bodies = with_headers(bodies, block, self._options.max_msg_size)
+            bodies = _with_headers(bodies, block, self._options.max_msg_size)
         return self._publish(request, topic, bodies, 0) if bodies else "OK"
 
     def _split_lines(self, body: bytes) -> PackedBodies:
@@ -171,7 +179,8 @@ class PublishApi:
             request.answer("OK" if error is None else ApiError(503, code))
 
         try:
-            self._broker.get_topic(topic).publishing.publish(bodies, defer_ms * 1_000_000, done)
+            found = self._broker.topics.get(topic) or self._broker.get_topic(topic)
+            found.publishing.publish(bodies, defer_ms * 1_000_000, done)
         except NumberRefused as error:
             status = 400 if error.code == "BAD_MESSAGE" else 409
             code = "INVALID_HEADERS" if status == 400 else error.code
@@ -179,3 +188,47 @@ class PublishApi:
         except (Exiting, StorageError, OSError) as error:
             raise ApiError(503, "EXITING") from error
         return LATER
+
+
+def _block_of(request: Request) -> bytes:
+    """The header block for the messages of a request; empty if it names no headers. Raises
+    ApiError."""
+    found: dict[bytes, list[bytes]] = {}
+    for raw_name, value in request.headers:
+        if raw_name[0] not in _BEGINNINGS:
+            continue
+        name = raw_name.lower()
+        if name.startswith(_HEADER_PREFIX):
+            found.setdefault(name.removeprefix(_HEADER_PREFIX), []).append(value)
+        elif name.startswith(_CLOUD_EVENT):
+            # CloudEvents' HTTP binding has other characters than printable ASCII as %xx.
+            found.setdefault(name, []).append(unquote_to_bytes(value))
+        elif name in _TRACE:
+            found.setdefault(name, []).append(value)
+    if not found:
+        return b""
+    if b"ce-specversion" in found and (content_type := request.header("Content-Type")):
+        found[b"content-type"] = [content_type.encode("latin-1")]
+    try:
+        # A field that a client sends in several lines counts as one, as in HTTP.
+        return encode_headers({name.decode(): b",".join(values).decode() for name, values in found.items()})
+    except ValueError as error:
+        raise ApiError(400, "INVALID_HEADERS", reason=str(error)) from error
+
+
+def _with_headers(bodies: PackedBodies, block: bytes, max_size: int) -> PackedBodies:
+    """The same messages, each with this header block. Raises ApiError if one is too big then."""
+    if not block or not bodies.lengths:
+        return bodies
+    if max(bodies.lengths) + 4 + len(block) > max_size:
+        raise ApiError(413, "MSG_TOO_BIG")
+    return bodies.with_blocks(PackedBodies.of(_blocks(block, len(bodies.lengths))))
+
+
+def _blocks(block: bytes, count: int) -> list[bytes]:
+    """A block for each of the messages. The number of a producer is that of the first message."""
+    number = decode_headers(block).get("nsq-number", "") if count > 1 else ""
+    if not number.isdecimal():
+        return [block] * count
+    headers = decode_headers(block)
+    return [encode_headers(headers | {"nsq-number": str(int(number) + index)}) for index in range(count)]

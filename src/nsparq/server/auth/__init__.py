@@ -1,1 +1,1 @@
-"""Who may do what: permissions, and the auth servers and policy file that grant them."""
+"""Permissions, and the auth servers and policy file that grant them."""

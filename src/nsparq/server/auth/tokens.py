@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from nsparq.server.auth.grants import Authenticator, AuthFailed, Grant
+from nsparq.tasks import cancel_all
 
 CAPACITY: Final = 1024
 """Tokens that a cache remembers."""
@@ -71,10 +72,7 @@ class TokenCache:
 
     async def close(self) -> None:
         """Cancel the lookups that are under way."""
-        tasks = [*self._lookups.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._lookups.values())
 
     async def _look_up(self, key: bytes, secret: bytes, remote_ip: str, tls: bool, common_name: str) -> Grant:
         try:

@@ -33,7 +33,7 @@ from pyspark.sql.types import (
 )
 
 from nsparq.errors import NsparqError
-from nsparq.names import is_valid_name
+from nsparq.names import VALID_NAME, is_valid_name
 from nsparq.spark.header_columns import to_blocks
 
 __all__ = ["Chunk", "Chunks", "RowError", "SchemaError", "SinkColumns"]
@@ -277,7 +277,7 @@ class Chunks:
         for topic in topics:
             if topic not in self._valid:
                 if not is_valid_name(topic.encode()):
-                    text = f"{topic[:100]!r} is not a valid topic name: 1 to 64 of A-Z a-z 0-9 . _ -"
+                    text = f"{topic[:100]!r} is not a valid topic name: {VALID_NAME}"
                     self._refuse(pc.equal(column, topic), text)
                 if self._refused is not None and self._refused.fullmatch(topic):
                     text = f"{topic} is a topic that the query itself reads (option refuseTopics)"
