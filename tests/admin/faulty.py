@@ -13,13 +13,13 @@ with FaultyNsqd(nsqd) as faulty:            nsqd is a real one, see tests.suppor
 from __future__ import annotations
 
 import http.client
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import urlsplit
 
 from tests.support import TestBroker
+from tests.support.web import HandlerServer
 
 
 class FaultyNsqd:
@@ -44,10 +44,8 @@ class FaultyNsqd:
             def log_message(self, format: str, *arguments: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
-        self._thread.start()
+        self._server = HandlerServer(Handler)
+        self.address = self._server.address
 
     def fail(self, path: str, when: str, *, on: int = 1) -> None:
         self._faults[path] = (when, on)
@@ -96,6 +94,4 @@ class FaultyNsqd:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()

@@ -161,8 +161,8 @@ class Cluster:
         for nsqd in self.nsqds:
             for channel in channels:
                 nsqd.http("POST", "/channel/create", topic=topic, channel=channel)
-        if channels:
-            wait_until(lambda: set(self.lookupd.channels(topic)) >= {*channels})
+        # By all nodes: nsqlookupd keeps a name that is registered after its deletion.
+        wait_until(lambda: all(self._registrations(topic, one) == len(self.nsqds) for one in channels))
 
     def clear(self) -> None:
         """Delete all topics."""
@@ -175,6 +175,9 @@ class Cluster:
     def _producers(self, topic: str) -> int:
         answer = self.lookupd.request("GET", f"/lookup?{urlencode({'topic': topic})}")
         return len(json.loads(answer.body)["producers"]) if answer.status == 200 else 0
+
+    def _registrations(self, topic: str, channel: str) -> int:
+        return len(self.lookupd.debug().get(f"channel:{topic}:{channel}", ()))
 
     def close(self) -> None:
         self._stack.close()

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from nsparq.pipeline.execute.progress import Figures, State
-from nsparq.pipeline.execute.status import Endpoint, Status
+from nsparq.pipeline.execute.status import Status, serve
 from nsparq.server.auth.policy_file import hash_generated, hash_password
+from nsparq.status_server import StatusServer
 from tests.admin.support import REFERENCE_ADMIN, AdminThread, Cluster, join, start_admin
 from tests.support import TestBroker, start_broker, unique_name, wait_until
 from tests.support.auth_server import AuthServer
@@ -191,7 +192,7 @@ def test_render_is_forwarded_with_proxy_graphite(graphite: AuthServer) -> None:
 
 
 @pytest.fixture
-def runner() -> Iterator[tuple[Endpoint, Status]]:
+def runner() -> Iterator[tuple[StatusServer, Status]]:
     """The status of `nsparq pipeline run`, with figures that a test can change."""
     figures = [
         Figures("daily", "orders, refunds", "parquet /data/daily", State.RUNNING, rows=1200, lag=5),
@@ -199,13 +200,13 @@ def runner() -> Iterator[tuple[Endpoint, Status]]:
     ]
     figures[0].channel, figures[0].last_batch, figures[0].batches = "daily", time.time(), 3
     status = Status("p.toml", figures, started=time.time(), ui="http://127.0.0.1:4040")
-    endpoint = Endpoint("127.0.0.1:0", status)
+    endpoint = serve("127.0.0.1:0", status)
     yield endpoint, status
     endpoint.close()
 
 
 def test_pipelines_are_shown_as_their_runner_reports_them(
-    runner: tuple[Endpoint, Status], caplog: pytest.LogCaptureFixture
+    runner: tuple[StatusServer, Status], caplog: pytest.LogCaptureFixture
 ) -> None:
     endpoint, status = runner
     with Cluster() as cluster:

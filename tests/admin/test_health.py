@@ -109,6 +109,14 @@ def test_a_depth_that_goes_up_and_down_is_no_growth() -> None:
         assert kinds(polls) == {}
 
 
+def test_a_backlog_of_a_few_messages_is_no_growth() -> None:
+    polls = Polls()
+    for number in range(61):
+        grown = channel(message_count=number * 20, depth=number, client_count=2)
+        polls.poll(said(number * 20, grown))
+    assert kinds(polls) == {}
+
+
 def test_a_backlog_that_takes_hours_to_drain_is_a_notice_with_that_time() -> None:
     polls = Polls()
     for number in range(61):
@@ -117,6 +125,29 @@ def test_a_backlog_that_takes_hours_to_drain_is_a_notice_with_that_time() -> Non
     (problem,) = find_problems(polls.watch)
     assert (problem.kind, problem.severity) == ("lagging", Severity.NOTICE)
     assert "1,000,000 waiting" in problem.detail and "drains in 28 h" in problem.detail
+
+
+def test_a_message_that_waits_too_long_is_a_warning_however_short_the_backlog() -> None:
+    """Consumers that finish as much as arrives never reach the oldest message."""
+    polls = Polls()
+    for number in range(61):
+        late = channel(message_count=number * 50, depth=7, client_count=2, oldest_message_age_s=599.0)
+        polls.poll(said(number * 50, late))
+    assert kinds(polls) == {}
+    for number in range(61, 70):
+        late = channel(message_count=number * 50, depth=7, client_count=2, oldest_message_age_s=10_800.0)
+        polls.poll(said(number * 50, late))
+    (problem,) = find_problems(polls.watch)
+    assert (problem.kind, problem.severity) == ("lagging", Severity.WARNING)
+    assert problem.detail.startswith("7 waiting, the oldest for 3 h; 10.0/s arrive, 10.0/s are finished")
+
+
+def test_of_problems_of_one_kind_the_one_with_the_most_messages_comes_first() -> None:
+    polls = Polls()
+    polls.poll(
+        said(0, channel("a", depth=5), channel("b", depth=500, deferred_count=9), channel("c", depth=50))
+    )
+    assert [one.channel for one in find_problems(polls.watch)] == ["b", "c", "a"]
 
 
 def test_a_paused_channel_with_messages_is_listed_and_a_warning_when_it_grows() -> None:
@@ -130,6 +161,15 @@ def test_a_paused_channel_with_messages_is_listed_and_a_warning_when_it_grows() 
         grown = channel(message_count=number * 50, depth=number * 50, client_count=1, paused=True)
         polls.poll(said(number * 50, grown))
     assert kinds(polls) == {"paused": Severity.WARNING}
+
+
+def test_a_paused_channel_with_nothing_but_deferred_messages_is_listed() -> None:
+    polls = Polls()
+    for _ in range(20):
+        polls.poll(said(3, channel(deferred_count=3, client_count=1, paused=True)))
+    (problem,) = find_problems(polls.watch)
+    assert (problem.kind, problem.severity) == ("paused", Severity.NOTICE)
+    assert problem.detail == "0 waiting, 3 deferred"
 
 
 def test_a_paused_topic_with_messages_is_listed_and_does_not_hide_its_channels() -> None:
@@ -184,8 +224,12 @@ def test_nodes_that_share_a_disk_share_its_entry() -> None:
     (problem,) = find_problems(polls.watch)
     assert (problem.kind, problem.severity) == ("disk", Severity.CRITICAL)
     assert "h1:4151 and h2:4151" in problem.detail
-    polls.watch.nodes["h2:4151"].disk_device = "fd:2"
+    second = polls.watch.nodes["h2:4151"]
+    second.disk_device = "fd:2"
     assert len(find_problems(polls.watch)) == 2
+    # Another machine may have a disk of the same name.
+    second.disk_device, second.node = "fd:1", replace(second.node, hostname="another-host")
+    assert [one.node for one in find_problems(polls.watch)] == ["h1:4151", "h2:4151"]
 
 
 def test_a_disk_is_forecast_from_half_an_hour_of_even_use() -> None:
@@ -196,15 +240,27 @@ def test_a_disk_is_forecast_from_half_an_hour_of_even_use() -> None:
             disk(polls, free(minute))
             polls.poll(said(1, channel()), said(1, channel()), after_s=60)
 
-    fill(20, lambda minute: 900 - minute)
+    fill(29, lambda minute: 900 - minute)
     assert kinds(polls) == {}
-    fill(20, lambda minute: 880 - minute)
+    fill(11, lambda minute: 871 - minute)
     (problem,) = find_problems(polls.watch)
     assert (problem.kind, problem.severity) == ("disk", Severity.WARNING)
     assert "full in 14 h" in problem.detail
     # Space that comes and goes gives no forecast.
     fill(180, lambda minute: 900 - 200 * (minute % 10 == 9))
     assert kinds(polls) == {}
+    fill(150, lambda minute: 900 - 9 * (minute % 75))
+    assert kinds(polls) == {}
+
+
+def test_a_few_points_give_no_forecast_however_far_apart_they_are() -> None:
+    """The node did not answer for half an hour. Through two places there is always a line."""
+    polls = Polls()
+    for minute in range(57):
+        disk(polls, 900 if minute < 3 else 850)
+        answers = (None, None) if 3 <= minute < 40 else (said(1, channel()), said(1, channel()))
+        polls.poll(*answers, after_s=60)
+        assert kinds(polls) == {}, f"after {minute} minutes"
 
 
 def test_lost_messages_are_critical() -> None:

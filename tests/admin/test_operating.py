@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,63 @@ def test_lag_is_shown_for_a_topic_and_a_channel_and_in_total(cluster: Cluster) -
         assert admin.get(f"/api/topics/{topic}")["channels"][0]["oldest_message_age_s"] > 0
         assert admin.get("/api/overview")["totals"]["age"] > 0
         assert admin.get(f"/api/history/topics/{topic}/c")["values"]["age"][-1] > 0
-        assert 'id="channel-age"' in admin.page(f"/topics/{topic}/c")
-        assert 'id="topic-age"' in admin.page(f"/topics/{topic}")
-        assert 'id="total-age"' in admin.page("/")
+        for path, name in ((f"/topics/{topic}/c", "channel"), (f"/topics/{topic}", "topic"), ("/", "total")):
+            assert re.search(rf'id="{name}-age">\d', admin.page(path)), path
+
+
+def test_the_lag_of_each_channel_and_node_has_its_columns(cluster: Cluster) -> None:
+    topic = unique_name("t")
+    cluster.add(topic, "c")
+    cluster.nsqds[0].publish(topic, b"x")
+
+    def columns(page: str, table: str) -> list[dict[str, str]]:
+        """By heading, for each row."""
+        text = page[page.index(f'id="{table}"') :].partition("</table>")[0]
+        head, _, body = text.partition("</thead>")
+        names = [re.sub("<.*?>| [▲▼↕]", "", one).strip() for one in re.findall(r"<th\b.*?</th>", head)]
+        rows = [re.findall(r"<t[hd]\b.*?</t[hd]>", row) for row in body.split("<tr")[1:]]
+        cells = [[re.sub("<.*?>", "", one).strip() for one in row] for row in rows]
+        return [dict(zip(names, row, strict=True)) for row in cells]
+
+    with start(cluster) as admin:
+        wait_until(lambda: (admin.daemon.watch.topics.latest((topic,)) or {}).get("age", 0) > 0)
+        # It takes a minute until a rate is known.
+        admin.daemon.watch.add_drain = lambda channel: channel.update(drain_rate=2.0, drain_time_s=90.0)
+        (row,) = columns(admin.page(f"/topics/{topic}"), "channels-table")
+        assert re.match(r"\d", row["Oldest waiting"]) and row["Drains in"] == "90 s"
+        *nodes, total = columns(admin.page(f"/topics/{topic}/c"), "nodes-table")
+        assert re.match(r"\d", total["Oldest waiting"]) and total["Drains in"] == "90 s"
+        assert len(nodes) == 2
+        (of_topic,) = admin.get(f"/api/topics/{topic}")["channels"]
+        of_channel = admin.get(f"/api/topics/{topic}/c")
+        assert of_topic["drain_time_s"] == of_channel["drain_time_s"] == 90
+
+
+def test_deferred_messages_are_on_the_overview_and_beside_their_topic(cluster: Cluster) -> None:
+    topic = unique_name("t")
+    cluster.clear()
+    cluster.add(topic, "c")
+    for nsqd in cluster.nsqds:
+        nsqd.request("POST", f"/pub?topic={topic}&defer=3600000", b"x").expect_ok()
+    with start(cluster) as admin:
+        wait_until(lambda: (admin.daemon.watch.totals.latest(()) or {}).get("deferred") == 2)
+        assert admin.get("/api/overview")["totals"]["deferred"] == 2
+        assert '<dd id="total-deferred">2</dd>' in admin.page("/")
+        page = admin.page("/topics")
+        cells = ["", *re.findall(r'<td class="num">(.*?)</td>', page)]
+        assert dict(zip(re.findall(r'id="sort-(\w+)"', page), cells, strict=True))["deferred"] == "2"
+
+
+def test_nodes_with_the_same_disk_are_one_entry_when_it_is_full(cluster: Cluster) -> None:
+    with start(cluster) as admin:
+        nodes = admin.daemon.watch.nodes
+        wait_until(lambda: len(nodes) == 2 and all(node.disk_size for node in nodes.values()))
+        for node in nodes.values():
+            node.disk_free = node.disk_size // 100
+        (problem,) = wait_until(
+            lambda: [one for one in admin.get("/api/overview")["problems"] if one["kind"] == "disk"]
+        )
+        assert all(address in problem["detail"] for address in cluster.addresses)
 
 
 def test_nsqadmin_and_nsqlookupd_have_metrics(cluster: Cluster) -> None:

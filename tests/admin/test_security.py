@@ -1,4 +1,4 @@
-"""Who may do what: every change that the API and the forms offer, by every kind of user.
+"""Permissions: every change that the API and the forms offer, tried by every kind of user.
 
 The tables here are complete: a test fails for an endpoint or an action that is not in them.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
@@ -20,6 +19,7 @@ from nsparq.admin.show.forms import ACTIONS
 from nsparq.server.auth.policy_file import hash_generated
 from tests.admin.support import REFERENCE_ADMIN, AdminThread
 from tests.support import Answer
+from tests.support.web import HandlerServer
 
 pytestmark = pytest.mark.skipif(bool(REFERENCE_ADMIN), reason="ours only")
 
@@ -144,13 +144,11 @@ class FakeCluster:
             def log_message(self, format: str, *arguments: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
-        self._thread.start()
+        self._server = HandlerServer(Handler)
+        self.address = self._server.address
 
     def tell(self, path: str) -> Any:
-        port = self._server.server_address[1]
+        port = self._server.port
         node = {"broadcast_address": "127.0.0.1", "http_port": port, "tcp_port": 1, "topics": ["t"]}
         channel = {"channel_name": "c", "depth": 1}
         return {
@@ -162,9 +160,7 @@ class FakeCluster:
         }.get(path, {})
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
 
 @pytest.fixture(scope="module")

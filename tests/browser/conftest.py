@@ -15,6 +15,7 @@ from playwright.sync_api import Browser
 
 from tests.admin.support import AdminProcess, Cluster, join
 from tests.browser.visitor import NoChromium, Profile, Visitor, start_chromium
+from tests.support import DEADLINE
 
 POLL_S = 0.4
 
@@ -36,7 +37,9 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="package")
 def admin(cluster: Cluster) -> AdminProcess:
-    return cluster.admin(poll_interval=POLL_S)  # type: ignore[return-value]  # a process, see above
+    # Where a daemon takes long on a busy machine, the page waits, and does not leave it out.
+    patient = {"http_client_connect_timeout": DEADLINE, "http_client_request_timeout": DEADLINE}
+    return cluster.admin(poll_interval=POLL_S, **patient)  # type: ignore[return-value]  # a process, see above
 
 
 @pytest.fixture(scope="package")

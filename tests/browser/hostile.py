@@ -8,10 +8,11 @@ NAME, IN_PATH        what its clients, states, errors … are; what its topics a
 from __future__ import annotations
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import urlsplit
+
+from tests.support.web import HandlerServer
 
 # Tries to leave attributes, elements, texts, scripts and templates, each in its own way.
 NAME = (
@@ -93,10 +94,8 @@ PIPELINE = {
 
 class HostileNode:
     def __init__(self) -> None:
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.address = f"127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
+        self._server = HandlerServer(self._handler())
+        self.address = self._server.address
 
     def _answers(self) -> dict[str, Any]:
         return {
@@ -135,9 +134,7 @@ class HostileNode:
         return Handler
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def __enter__(self) -> HostileNode:
         return self

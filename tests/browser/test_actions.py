@@ -215,11 +215,30 @@ def test_messages_are_published_and_viewed(
     assert [one.partition(",")[0] for one in audited(admin, topic)] == ["publish: done"] * 3
 
 
+def test_opening_a_form_moves_the_focus_to_its_first_field(visitor: Visitor, topic: str) -> None:
+    visitor.go(f"/messages/{topic}")
+    visitor.find("#publish-open").click()
+    expect(visitor.find("#publish-body")).to_be_focused()
+
+
+def test_opening_a_form_does_not_move_the_focus_from_a_field(visitor: Visitor, topic: str) -> None:
+    """The browser says late that the form is open. What was typed by then went to another field."""
+    visitor.go(f"/messages/{topic}")
+    visitor.page.evaluate(
+        """() => new Promise((resolve) => {
+            document.querySelector("#publish").addEventListener("toggle", () => resolve());
+            document.querySelector("#publish-open").click();
+            document.querySelector("#publish-headers").focus();
+        })"""
+    )
+    expect(visitor.find("#publish-headers")).to_be_focused()
+
+
 def test_an_impatient_click_publishes_once(visitor: Visitor, cluster: Cluster, topic: str) -> None:
     visitor.go(f"/messages/{topic}")
     visitor.find("#publish-open").click()
     visitor.find("#publish-body").fill("once")
-    with visitor.page.expect_navigation():
+    with visitor.next_page():
         visitor.find("#publish-do").dblclick()
     visitor.sees("#note", "Published")
     assert depth(cluster, topic) == 1
@@ -327,9 +346,7 @@ def guarded(cluster: Cluster, tmp_path: Path) -> Iterator[AdminProcess]:
 
 def log_in(visitor: Visitor, secret: str) -> None:
     visitor.find("#login-password").fill(secret)
-    with visitor.page.expect_navigation():
-        visitor.find("#login-do").click()
-    visitor.wait_for_script()
+    visitor.follow("#login-do")
 
 
 def test_users_log_in_see_what_they_may_do_and_log_out(
@@ -346,8 +363,7 @@ def test_users_log_in_see_what_they_may_do_and_log_out(
     visitor.sees("#topic-name", topic)
     assert visitor.text("#user") == "ada"
     assert visitor.act("#pause") == "Paused."
-    with visitor.page.expect_navigation():
-        visitor.find("#logout-button").click()
+    visitor.follow("#logout-button")
     visitor.sees("h1", "Log in")
     visitor.page.goto(f"{visitor.site}/topics/{topic}")
     visitor.sees("h1", "Log in")

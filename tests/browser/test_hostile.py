@@ -7,9 +7,8 @@ The Content-Security-Policy forbids the rest, and the browser logs each violatio
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import quote
 
@@ -20,6 +19,7 @@ from tests.admin.support import AdminProcess, Cluster
 from tests.browser.hostile import IN_PATH, NAME, HostileNode
 from tests.browser.visitor import Visitor
 from tests.support import unique_name, wait_until
+from tests.support.web import HandlerServer
 
 OURS = {"theme.js", "times.js", "charts.js", "admin.js", "messages.js"}
 
@@ -161,18 +161,14 @@ class ForeignSite:
             def log_message(self, format: str, *arguments: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
+        self._server = HandlerServer(Handler)
+        self.url = f"http://127.0.0.1:{self._server.port}/"
 
     def __enter__(self) -> ForeignSite:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
 
 def test_a_foreign_page_can_change_nothing_with_the_cookies_of_a_visitor(

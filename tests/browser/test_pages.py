@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import expect
 
 from nsparq.pipeline.execute.progress import Figures, State
-from nsparq.pipeline.execute.status import Endpoint, Status
+from nsparq.pipeline.execute.status import Status, serve
 from tests.admin.support import AdminProcess, Cluster
 from tests.browser.visitor import Visitor
 from tests.support import RawConnection, unique_name, wait_until
@@ -74,6 +74,17 @@ def is_too_wide(visitor: Visitor) -> str:
     return found
 
 
+def is_too_tall(visitor: Visitor) -> str:
+    """A row of a table that is mostly empty, because a cell outside of the screen has many lines."""
+    found: str = visitor.page.evaluate(
+        """() => {
+          const rows = [...document.querySelectorAll("table.data tbody tr:not(:has(details[open]))")];
+          return rows.filter((one) => one.offsetHeight > 130).map((one) => one.innerText).join("\\n");
+        }"""
+    )
+    return found
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_accessible_in_light_and_dark_and_on_a_phone(
     visitor: Visitor, place: Callable[[str], str], name: str
@@ -95,6 +106,7 @@ def test_a_page_is_accessible_in_light_and_dark_and_on_a_phone(
     assert visitor.axe("color-contrast") == []
     visitor.page.set_viewport_size({"width": 360, "height": 740})
     assert is_too_wide(visitor) == ""
+    assert is_too_tall(visitor) == ""
     assert visitor.axe("target-size", "scrollable-region-focusable") == []
 
 
@@ -166,7 +178,7 @@ def test_pipelines_are_shown_with_their_figures_charts_and_errors(
     daily = Figures("daily", "orders", "parquet /data", State.RUNNING, rows=1200, lag=7, channel="billing")
     broken = Figures("broken", "orders", "noop", State.FAILED, failures=2, error="no such <b>column</b>")
     status = Status("p.toml", [daily, broken], started=0.0)
-    with closing(Endpoint("127.0.0.1:0", status)) as endpoint:
+    with closing(serve("127.0.0.1:0", status)) as endpoint:
         visitor = visit(cluster.admin(poll_interval=0.2, pipeline_http_address=(endpoint.address,)))
         visitor.go("/")
         visitor.sees(".problem.critical", "no such <b>column</b>")
@@ -343,7 +355,7 @@ def test_everything_can_be_reached_by_keyboard(
     keyboard.press("Enter")
     expect(visitor.find("#delete-name")).to_be_focused()
     keyboard.type(topic)
-    with visitor.page.expect_navigation():
+    with visitor.next_page():
         keyboard.press("Enter")
     visitor.sees("#note", f"Deleted {topic}.")
 
@@ -359,7 +371,7 @@ def test_on_a_phone_an_action_is_a_few_taps(
     for name in ("#pause", "#empty-open", "#nav-topics"):
         box = visitor.find(name).bounding_box()
         assert box and box["height"] >= 32, name
-    with visitor.page.expect_navigation():
+    with visitor.next_page():
         visitor.find("#pause").tap()
     visitor.sees("#note", "Paused.")
     visitor.sees("#paused-note", "Paused")

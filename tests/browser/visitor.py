@@ -7,7 +7,9 @@ Visitor(profile, site)
     page                                Playwright's Page, for what is not here
     go(path)                            open a page of nsqadmin's, and wait until its script has run
     switch_scripts_off()                those of the pages, until the end of the visit
-    act(id)                             send a form, and read the note on the next page
+    next_page()                         `with` it: what happens inside opens a page; waits for its script
+    follow(selector)                    click on what opens a page
+    act(selector)                       send a form, and read the note on the next page
     confirm(id, name)                   open a confirmation, type the name, send it; returns the note
     text(selector) number(selector)     the text or number shown there now
     sees(selector, text)                wait until it is there, with this text in it
@@ -30,7 +32,16 @@ from pathlib import Path
 from typing import Any
 
 from axe_playwright_python.base import AXE_SCRIPT
-from playwright.sync_api import Browser, Locator, Page, Request, ViewportSize, expect, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    Error,
+    Locator,
+    Page,
+    Request,
+    ViewportSize,
+    expect,
+    sync_playwright,
+)
 
 from tests.support import DEADLINE, wait_until
 
@@ -50,6 +61,19 @@ AXE_RULES = {
     "type": "tag",
     "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"],
 }
+
+SITUATION = """() => {
+    const lines = ["address: " + location.href, "focus: #" + document.activeElement.id];
+    for (const one of document.querySelectorAll("input, textarea, select, button")) {
+        if (!one.checkVisibility()) continue;
+        const { id, value, defaultValue } = one;
+        if (value !== (defaultValue ?? value)) lines.push(`#${id} has ${JSON.stringify(value)}`);
+        if (one.validationMessage) lines.push(`#${id}: ${one.validationMessage}`);
+        if (one.disabled) lines.push(`#${id} is disabled`);
+    }
+    for (const form of document.querySelectorAll("form[data-sent]")) lines.push(`form #${form.id} was sent`);
+    return lines;
+}"""
 
 
 class NoChromium(Exception):
@@ -117,8 +141,11 @@ class Visitor:
         self.allowed: list[str] = []
         self.page = profile.page
         self._profile = profile
+        self._pending: list[Request] = []
         self._listeners: dict[str, Callable[[Any], None]] = {
             "request": self._see_request,
+            "requestfinished": self._see_end,
+            "requestfailed": self._see_end,
             "console": self._see_console,
             "weberror": self._see_error,
             "dialog": self._see_dialog,
@@ -145,8 +172,13 @@ class Visitor:
     # Watching
 
     def _see_request(self, request: Request) -> None:
+        self._pending.append(request)
         if not request.url.startswith((self.site + "/", "blob:", "data:")):
             self.complaints.append(f"request to another host: {request.url}")
+
+    def _see_end(self, request: Request) -> None:
+        if request in self._pending:
+            self._pending.remove(request)
 
     def _see_console(self, message: Any) -> None:
         if message.type in ("error", "warning"):
@@ -182,10 +214,29 @@ class Visitor:
     def find(self, selector: str) -> Locator:
         return self.page.locator(selector)
 
-    def act(self, selector: str) -> str:
-        with self.page.expect_navigation():
+    @contextmanager
+    def next_page(self) -> Iterator[None]:
+        """A failure says what the page looks like: no page follows a form with a wrong field."""
+        try:
+            with self.page.expect_navigation():
+                yield
+            self.wait_for_script()
+        except Error as error:
+            raise AssertionError("\n".join([str(error), *self._situation()])) from error
+
+    def _situation(self) -> list[str]:
+        pending = [f"pending: {one.method} {one.url}" for one in self._pending]
+        try:
+            return [*self.page.evaluate(SITUATION), *pending]
+        except Error as error:
+            return [f"{self.page.url}: {error}", *pending]
+
+    def follow(self, selector: str) -> None:
+        with self.next_page():
             self.find(selector).click()
-        self.wait_for_script()
+
+    def act(self, selector: str) -> str:
+        self.follow(selector)
         return self.text("#note")
 
     def confirm(self, name: str, typed: str) -> str:

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from nsparq.admin.collect.upstream import RequestFailed, Upstream
 from nsparq.admin.health import Problem, Severity
+from nsparq.tasks import cancel_all
 
 __all__ = ["OWN_KIND", "Alerts", "Webhook"]
 
@@ -170,8 +171,7 @@ class Webhook:
                 await self._is_empty.wait()
         except TimeoutError:
             logger.warning("webhook %s: %d events are not sent at shutdown", self.host, self.waiting)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_all([task])
 
     def add(self, event: dict[str, Any]) -> None:
         if len(self._waiting) >= MAX_WAITING:

@@ -59,6 +59,26 @@ def test_messages_that_stay_do_not_count_as_finished() -> None:
     assert (polls.channel()["in_rate"], polls.channel()["out_rate"]) == (20, 6)
 
 
+def test_the_drain_time_of_a_channel_follows_from_its_depth_on_all_nodes() -> None:
+    polls = Polls()
+
+    def drain(*depths: int) -> tuple[float | None, float | None]:
+        total = {"topic_name": "t", "channel_name": "c", "depth": sum(depths), "drain_time_s": None}
+        polls.poll(*(said(0, channel(depth=depth)) for depth in depths))
+        polls.watch.add_drain(total)
+        return total["drain_rate"], total["drain_time_s"]  # type: ignore[return-value]  # it has been filled in
+
+    assert drain(5000, 100) == (None, None), "one poll gives no rate"
+    for number in range(60):
+        found = drain(5000 - number * 40, 100 + number * 10)
+    # Every 5 seconds 40 go on one node, and 10 come on the other.
+    assert found == (6, (5000 - 59 * 40 + 100 + 59 * 10) / 6)
+    for number in range(60):
+        found = drain(3000 + number * 40, 100)
+    assert found == (-8, None)
+    assert drain(0, 0)[1] == 0
+
+
 def test_a_restart_makes_no_jump_in_the_rate() -> None:
     polls = Polls()
     polls.poll(said(1000, channel(message_count=1000)))

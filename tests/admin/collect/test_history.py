@@ -48,6 +48,32 @@ def test_a_coarse_point_is_the_mean_or_the_peak_of_its_time() -> None:
     assert points.values[:, 1].tolist() == [23, 35]
 
 
+def test_no_coarse_point_is_lost_if_polls_are_far_apart() -> None:
+    kept = table()
+    for number in range(20):
+        poll(kept, 6030.0 + 90 * number, x=(number, 0))
+    points = kept.points("x", 1)
+    # The last minute is not over yet.
+    assert points.values[:, 0].tolist()[-18:] == [*range(1, 19)]
+    assert points.times[-18:] == [(6030.0 + 90 * number) // 60 * 60 for number in range(1, 19)]
+
+
+def test_what_was_before_a_pause_is_in_the_coarse_points_too() -> None:
+    """nsqadmin was stopped for hours, for instance."""
+    kept = table()
+    for number in range(25):
+        poll(kept, 6030.0 + 60 * number, x=(number, number))
+    poll(kept, 14_700.0, x=(99, 99))
+    assert kept.points("x", 1).values[:, 0].tolist() == [*range(1, 25)]
+    assert kept.points("x", 2).values[:, 1].tolist() == [19, 24]
+    assert kept.points("x", 3).values[:, 1].tolist() == [24]
+    # A day later the minutes are too old, and the rest is still there.
+    poll(kept, 92_000.0, x=(99, 99))
+    assert kept.points("x", 1).times == []
+    assert kept.points("x", 2).values[:, 1].tolist() == [19, 24, 99]
+    assert kept.points("x", 3).values[:, 1].tolist() == [24, 99]
+
+
 def test_a_series_without_a_value_is_unknown() -> None:
     kept = table()
     poll(kept, 1000.0, x=(1, 1), y=(2, 2))

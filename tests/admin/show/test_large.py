@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
@@ -15,6 +14,7 @@ import pytest
 
 from nsparq.admin.collect import merge
 from tests.admin.support import REFERENCE_ADMIN, AdminThread
+from tests.support.web import HandlerServer
 
 pytestmark = pytest.mark.skipif(bool(REFERENCE_ADMIN), reason="ours only")
 
@@ -76,17 +76,13 @@ class LargeNode:
             def log_message(self, format: str, *arguments: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{self._server.server_address[1]}"
-        info["http_port"] = self._server.server_address[1]
+        self._server = HandlerServer(Handler)
+        self.address = self._server.address
+        info["http_port"] = self._server.port
         bodies["/info"] = json.dumps(info).encode()
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
-        self._thread.start()
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from nsparq.admin.security import Access, Actor
 from nsparq.fetch import without_secrets
 from nsparq.http.api import ApiError
 from nsparq.names import is_valid_name
+from nsparq.tasks import cancel_all
 
 __all__ = ["ACTIONS", "Actions", "Forbidden", "Notifier", "audit", "check_topic"]
 
@@ -257,8 +258,7 @@ class Notifier:
                 await self._waiting.join()
         except TimeoutError:
             logger.warning("notifications: %d dropped at shutdown", self._waiting.qsize())
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_all([task])
 
     def notify(self, action: str, actor: Actor, names: dict[str, str]) -> None:
         if self._task is None:

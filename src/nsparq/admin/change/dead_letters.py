@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from nsparq.admin.change.actions import Forbidden, check_topic
-from nsparq.admin.collect.merge import Node, number, real, text
+from nsparq.admin.collect.fields import as_object, number, real, text
+from nsparq.admin.collect.merge import Node
 from nsparq.admin.collect.messages import reason
 from nsparq.admin.collect.upstream import BadStatus, RequestFailed
 from nsparq.admin.security import Access, Actor
@@ -156,14 +157,14 @@ class DeadLetters:
 
 
 def _progress_of(node: Node, answer: Any) -> RedriveProgress:
-    fields = answer if isinstance(answer, dict) else {}
+    fields = as_object(answer)
     start, end, position = (number(fields, name) for name in ("start", "end", "position"))
-    skipped = fields.get("skipped")
+    skipped = as_object(fields.get("skipped"))
     return RedriveProgress(
         node.address,
         text(fields, "state"),
         number(fields, "redriven"),
-        {name: number(skipped, name) for name in skipped} if isinstance(skipped, dict) else {},
+        {name: number(skipped, name) for name in skipped},
         min(1.0, max(0.0, (position - start) / (end - start))) if end > start else 1.0,
         real(fields, "rate") or 0.0,
         text(fields, "waits_for"),

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from nsparq.admin.collect.cluster import Cluster
-from nsparq.admin.collect.merge import Node, number, objects, text
+from nsparq.admin.collect.fields import as_object, number, objects, text
+from nsparq.admin.collect.merge import Node
 from nsparq.admin.collect.messages import MAX_COUNT, Peeked, peek, read_letter, reason
 from nsparq.admin.collect.upstream import Answer, RequestFailed
 from nsparq.errors import NsparqError
@@ -257,10 +258,9 @@ async def _ask_fields(
     """The JSON object of the answer. Raises MessagesFailed."""
     answer = await _ask(cluster, node, method, path, **query)
     try:
-        fields = answer.json()
+        return as_object(answer.json())
     except RequestFailed as error:
         raise MessagesFailed(f"{node.address}: {error}") from error
-    return fields if isinstance(fields, dict) else {}
 
 
 async def read_messages(cluster: Cluster, node: Node, topic: str, sequences: Sequence[int]) -> list[Stored]:

@@ -18,7 +18,8 @@ from nsparq.admin.change import messages
 from nsparq.admin.change.actions import Forbidden, check_topic
 from nsparq.admin.collect.browse import Page, Wanted, browse
 from nsparq.admin.collect.cluster import NotFound, Unreachable
-from nsparq.admin.collect.merge import Node, number
+from nsparq.admin.collect.fields import as_object, number
+from nsparq.admin.collect.merge import Node
 from nsparq.admin.collect.upstream import BadStatus, RequestFailed
 from nsparq.admin.security import Access, Actor
 from nsparq.errors import NsparqError
@@ -292,7 +293,7 @@ class Operations:
             return Plan(node.address, error=missing.get(error.code, error.code or str(error)))
         except RequestFailed as error:
             return Plan(node.address, error=str(error))
-        fields = answer if isinstance(answer, dict) else {}
+        fields = as_object(answer)
         return Plan(node.address, number(fields, "again"), number(fields, "skipped"))
 
 

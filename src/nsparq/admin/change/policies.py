@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from nsparq.admin.change.actions import Forbidden
 from nsparq.admin.change.settings import BadSetting, error_reason, parse_age
 from nsparq.admin.collect.cluster import NotFound
-from nsparq.admin.collect.merge import Node, text
+from nsparq.admin.collect.fields import as_object, text
+from nsparq.admin.collect.merge import Node
 from nsparq.admin.collect.upstream import BadStatus, RequestFailed
 from nsparq.admin.security import Access, Actor
 from nsparq.delivery_policy import DURATIONS, DeliveryPolicy, parse_policy
@@ -200,14 +201,12 @@ def parse_fields(form: Mapping[str, str]) -> dict[str, Any]:
 
 def _node_policy(address: str, topic: str, answer: Any) -> NodePolicy:
     """Raises ValueError for an answer that is not nsqd's."""
-    found = answer if isinstance(answer, dict) else {}
-    effective = found.get("effective")
-    channels = found.get("channel_policies")
+    found = as_object(answer)
     return NodePolicy(
         address,
         _parsed(found.get("policy"), topic),
-        _parsed(effective.get("policy") if isinstance(effective, dict) else None, topic),
-        tuple(map(str, channels)) if isinstance(channels, dict) else (),
+        _parsed(as_object(found.get("effective")).get("policy"), topic),
+        tuple(map(str, as_object(found.get("channel_policies")))),
         text(found, "ordered_by") or None,
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from nsparq.admin.collect.merge import number, real, text
+from nsparq.admin.collect.fields import as_object, number, real, text
 from nsparq.admin.collect.messages import reason
 from nsparq.admin.collect.upstream import BadStatus, RequestFailed
 from nsparq.admin.security import Actor
@@ -156,10 +156,8 @@ def parse_age(wanted: str) -> float:
 
 
 def _settings_of(address: str, answer: Any, places: Any) -> NodeSettings:
-    fields = answer if isinstance(answer, dict) else {}
-    applied = fields.get("effective")
-    applied = applied if isinstance(applied, dict) else {}
-    log = places if isinstance(places, dict) else {}
+    fields, log = as_object(answer), as_object(places)
+    applied = as_object(fields.get("effective"))
     return NodeSettings(
         address,
         real(applied, "retention_age") or 0.0,
@@ -189,9 +187,9 @@ def error_reason(error: Exception) -> str:
     """nsqd's own words, if it has some."""
     if isinstance(error, BadStatus):
         try:
-            fields = json.loads(error.body)
+            fields = as_object(json.loads(error.body))
         except ValueError:
-            fields = None
-        if isinstance(fields, dict) and text(fields, "reason"):
-            return text(fields, "reason")
+            fields = {}
+        if found := text(fields, "reason"):
+            return found
     return reason(error)

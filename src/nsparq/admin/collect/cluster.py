@@ -15,6 +15,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 from urllib.parse import urlencode
 
 from nsparq.addresses import heard_address
+from nsparq.admin.collect.fields import objects, text, texts
 from nsparq.admin.collect.merge import (
     Node,
     NodeStats,
@@ -22,10 +23,6 @@ from nsparq.admin.collect.merge import (
     mark_out_of_date,
     node_channel,
     node_topic,
-    number,
-    objects,
-    text,
-    texts,
     topic_total,
 )
 from nsparq.admin.collect.upstream import (
@@ -152,7 +149,7 @@ class Cluster:
         for nodes in found.value:
             for node in nodes:
                 known = merged.get(node.tcp_address)
-                merged[node.tcp_address] = node if known is None else _merged(known, node)
+                merged[node.tcp_address] = node if known is None else known.joined(node)
         everyone = sorted(merged.values(), key=lambda node: (node.hostname, node.address))
         return Found(mark_out_of_date(everyone), found.errors)
 
@@ -168,7 +165,7 @@ class Cluster:
 
     async def _nodes_of(self, lookupd: str) -> list[Node]:
         answer = await self.upstream.get_json(f"http://{lookupd}/nodes")
-        return [_node(one, lookupd) for one in objects(_object(answer), "producers")]
+        return [Node.parse(one, lookupd) for one in objects(_object(answer), "producers")]
 
     async def producers(self, topic: str) -> Found[list[Node]]:
         """The nsqds that have the topic; none for an inactive topic. Raises NotFound,
@@ -222,7 +219,7 @@ class Cluster:
             if error.status == 404:
                 return None
             raise
-        return [_node(one, lookupd) for one in objects(_object(answer), "producers")]
+        return [Node.parse(one, lookupd) for one in objects(_object(answer), "producers")]
 
     async def node(self, address: str) -> tuple[Node, list[str]]:
         """The nsqd of this address, and errors of others. Raises NotFound, Unreachable."""
@@ -338,7 +335,7 @@ class Cluster:
 
     async def _ask_info(self, address: str) -> Node:
         answer = await self.upstream.ask("GET", f"http://{address}/info", secret=Secret(self._secret))
-        return replace(_node(_object(answer.json()), ""), configured=address)
+        return replace(Node.parse(_object(answer.json())), configured=address)
 
     # Changes
 
@@ -420,36 +417,3 @@ def _url(node: Node) -> str:
 
 def _is_named(topic: Mapping[str, Any], name: str) -> bool:
     return topic.get("topic_name") == name
-
-
-def _node(answer: Mapping[str, Any], lookupd: str) -> Node:
-    names = texts(answer, "topics")
-    tombstones = answer.get("tombstones")
-    dead = [one is True for one in tombstones] if isinstance(tombstones, list) else []
-    dead += [False] * (len(names) - len(dead))
-    remote = text(answer, "remote_address")
-    return Node(
-        # Very old nsqds report only `address`.
-        broadcast_address=text(answer, "broadcast_address") or text(answer, "address"),
-        hostname=text(answer, "hostname"),
-        tcp_port=number(answer, "tcp_port"),
-        http_port=number(answer, "http_port"),
-        version=text(answer, "version"),
-        remote_address=remote,
-        remote_addresses=(f"{lookupd}/{remote}",) if lookupd else (),
-        topics=tuple(sorted(zip(names, dead, strict=False))),
-        topology_zone=text(answer, "topology_zone"),
-        topology_region=text(answer, "topology_region"),
-    )
-
-
-def _merged(known: Node, other: Node) -> Node:
-    """One nsqd as two nsqlookupds report it. A topic is tombstoned if either says so."""
-    topics = dict(known.topics)
-    for name, is_dead in other.topics:
-        topics[name] = topics.get(name, False) or is_dead
-    return replace(
-        known,
-        remote_addresses=known.remote_addresses + other.remote_addresses,
-        topics=tuple(sorted(topics.items())),
-    )

@@ -17,17 +17,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from nsparq.admin.collect.fields import MAX_NUMBER, number, objects, real, text
 from nsparq.admin.collect.history import Places, Table
-from nsparq.admin.collect.merge import (
-    MAX_NUMBER,
-    OLDEST_AGE,
-    NodeStats,
-    archive_of,
-    number,
-    objects,
-    real,
-    text,
-)
+from nsparq.admin.collect.merge import OLDEST_AGE, NodeStats, archive_of
 
 __all__ = ["CHANNEL", "CLIENT", "NODE", "TOPIC", "TOTAL", "Gatherer", "Parts"]
 

@@ -216,9 +216,12 @@ class Table:
     def commit(self) -> None:
         """Store `now` as the point of this poll."""
         for coarse, fine in zip(self._rings[1:], self._rings, strict=False):
-            ordinal = int(self._time_s // coarse.step_s)
-            if ordinal > coarse.newest + 1:
-                self._condense(coarse, fine, ordinal - 1)
+            # Polls may be far apart, and nsqadmin may have been stopped meanwhile.
+            last = int(fine.newest * fine.step_s // coarse.step_s)
+            if coarse.newest < last < int(self._time_s // coarse.step_s):
+                self._condense(coarse, fine, last)
+        for coarse in self._rings[1:]:
+            coarse.newest = max(coarse.newest, int(self._time_s // coarse.step_s) - 1)
         ring = self._rings[0]
         slot = ring.open(int(self._time_s // ring.step_s))
         for number, block in enumerate(ring.blocks):
@@ -232,7 +235,6 @@ class Table:
         slots, times = fine.known()
         within = slots[(times >= begin_s) & (times < end_s)]
         if not len(within):
-            coarse.newest = max(coarse.newest, ordinal)
             return
         slot = coarse.open(ordinal)
         for block, finer in zip(coarse.blocks, fine.blocks, strict=True):

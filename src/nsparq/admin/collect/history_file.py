@@ -7,7 +7,7 @@ file, which has a checksum for each member:
     <table>/<piece>.json            the names of some series
     <table>/<piece>.<ring>.npy      their points: ordinals, values
 
-A file that is damaged, or of another format, is said in the log and not used.
+nsqadmin logs a file that is damaged or has another format, and does not use it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Merges the /stats of single nsqds into the JSON of NSQ's nsqadmin. Knows no I/O.
 
-The input is not trusted: a field that is missing or of the wrong type counts as empty.
+The input is not trusted; fields.py reads it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from nsparq.addresses import join_address
+from nsparq.admin.collect.fields import as_object, flag, number, objects, real, text, texts
 
 __all__ = [
     "Node",
@@ -23,8 +24,6 @@ __all__ = [
 ]
 
 EVERY_NODE: Final = "*"
-MAX_NUMBER: Final = 1 << 63
-"""Larger numbers in an answer are nonsense and count as missing."""
 LOCAL_COUNTS: Final = ("zone_local_msg_count", "region_local_msg_count", "global_msg_count")
 TOPIC_SUMS: Final = ("depth", "memory_depth", "backend_depth", "message_count")
 CHANNEL_SUMS: Final = (
@@ -76,6 +75,39 @@ class Node:
     """Its address in --nsqd-http-address, if any. It may be reachable only there."""
     out_of_date: bool = False
 
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any], lookupd: str = "") -> Node:
+        """From its own /info, or as an nsqlookupd describes it."""
+        names = texts(fields, "topics")
+        tombstones = fields.get("tombstones")
+        dead = [one is True for one in tombstones] if isinstance(tombstones, list) else []
+        dead += [False] * (len(names) - len(dead))
+        remote = text(fields, "remote_address")
+        return cls(
+            # Very old nsqds report only `address`.
+            broadcast_address=text(fields, "broadcast_address") or text(fields, "address"),
+            hostname=text(fields, "hostname"),
+            tcp_port=number(fields, "tcp_port"),
+            http_port=number(fields, "http_port"),
+            version=text(fields, "version"),
+            remote_address=remote,
+            remote_addresses=(f"{lookupd}/{remote}",) if lookupd else (),
+            topics=tuple(sorted(zip(names, dead, strict=False))),
+            topology_zone=text(fields, "topology_zone"),
+            topology_region=text(fields, "topology_region"),
+        )
+
+    def joined(self, other: Node) -> Node:
+        """One nsqd as two nsqlookupds report it. A topic is tombstoned if either says so."""
+        topics = dict(self.topics)
+        for name, is_dead in other.topics:
+            topics[name] = topics.get(name, False) or is_dead
+        return replace(
+            self,
+            remote_addresses=self.remote_addresses + other.remote_addresses,
+            topics=tuple(sorted(topics.items())),
+        )
+
     @property
     def address(self) -> str:
         """Its name everywhere in nsqadmin."""
@@ -115,18 +147,11 @@ class NodeStats:
     @classmethod
     def parse(cls, node: Node, fields: Any) -> NodeStats:
         """A node that no nsqlookupd has described gets its topics from this answer."""
-        found = fields if isinstance(fields, dict) else {}
+        found = as_object(fields)
         health, topics = text(found, "health") or "OK", objects(found, "topics")
         if node.configured:
             node = replace(node, topics=tuple((text(one, "topic_name"), False) for one in topics))
-        replication = found.get("replication")
-        return cls(
-            node,
-            topics,
-            health,
-            number(found, "start_time"),
-            replication if isinstance(replication, dict) else {},
-        )
+        return cls(node, topics, health, number(found, "start_time"), as_object(found.get("replication")))
 
     @property
     def message_count(self) -> int:
@@ -135,46 +160,6 @@ class NodeStats:
     @property
     def client_count(self) -> int:
         return sum(_client_count(one) for topic in self.topics for one in objects(topic, "channels"))
-
-
-# Fields of untrusted JSON. The results can safely be added up, shown, and put into a URL.
-
-
-def objects(fields: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    found = fields.get(name)
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-
-
-def texts(fields: Mapping[str, Any], name: str) -> list[str]:
-    found = fields.get(name)
-    return [_encodable(one) for one in found if isinstance(one, str)] if isinstance(found, list) else []
-
-
-def text(fields: Mapping[str, Any], name: str) -> str:
-    found = fields.get(name)
-    return _encodable(found) if isinstance(found, str) else ""
-
-
-def number(fields: Mapping[str, Any], name: str) -> int:
-    # Most counters are 0, and a page may read 100,000 of them.
-    return int(real(fields, name) or 0) if fields.get(name) else 0
-
-
-def real(fields: Mapping[str, Any], name: str) -> float | None:
-    """None if it is not a number, or too large a number."""
-    found = fields.get(name)
-    if type(found) is not int and type(found) is not float:
-        return None
-    return found if -MAX_NUMBER <= found <= MAX_NUMBER else None
-
-
-def _encodable(text: str) -> str:
-    """Without lone surrogates, which JSON can hold and UTF-8 cannot."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
-
-
-def flag(fields: Mapping[str, Any], name: str) -> bool:
-    return fields.get(name) is True
 
 
 # One nsqd
@@ -293,8 +278,7 @@ def _client(node: Node, fields: Mapping[str, Any], now_s: float) -> dict[str, An
 
 
 def _node_latency(fields: Mapping[str, Any]) -> dict[str, Any]:
-    found = fields.get("e2e_processing_latency")
-    found = found if isinstance(found, dict) else {}
+    found = as_object(fields.get("e2e_processing_latency"))
     count = number(found, "count")
     percentiles = [
         {

@@ -16,7 +16,8 @@ from functools import cached_property
 from typing import Any, Final
 
 from nsparq.admin.collect.cluster import Cluster
-from nsparq.admin.collect.merge import Node, number, objects, text
+from nsparq.admin.collect.fields import as_object, number, objects, text
+from nsparq.admin.collect.merge import Node
 from nsparq.admin.collect.upstream import BadStatus, RequestFailed
 from nsparq.dead_letter import DeadLetter as StoredLetter
 
@@ -34,28 +35,15 @@ _VARYING: Final = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12
 STATES: Final = ("in_flight", "requeued", "deferred", "ready")
 
 
-@dataclass(frozen=True)
-class DeadLetter:
-    """A message that could not be processed, as our client library and pipelines wrap it."""
+class Readable:
+    """What is shown of a body is made when it is asked for: a filter reads many messages that are not
+    shown."""
 
-    topic: str
-    channel: str
-    id: str
-    attempts: int
-    error: str
     body: bytes
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """Headers of the wrapped message."""
-
-    @cached_property
-    def reason(self) -> str:
-        """The first line of the error. Numbers and ids become `#`, so that dead letters with the same
-        cause have the same reason."""
-        return _VARYING.sub("#", self.error.strip().partition("\n")[0])[:MAX_REASON]
 
     @cached_property
     def value(self) -> Any:
-        """The JSON value of the wrapped message; None if it is not JSON."""
+        """The JSON value of the body; None if it is not JSON."""
         return _parse(self.body)
 
     @cached_property
@@ -69,8 +57,28 @@ class DeadLetter:
 
     @property
     def shown(self) -> str:
-        """The wrapped message in readable form."""
+        """The body in readable form."""
         return self._readable[1]
+
+
+@dataclass(frozen=True)
+class DeadLetter(Readable):
+    """A message that could not be processed, as our client library and pipelines wrap it."""
+
+    topic: str
+    channel: str
+    id: str
+    attempts: int
+    error: str
+    body: bytes
+    """Of the wrapped message, as the headers."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def reason(self) -> str:
+        """The first line of the error. Numbers and ids become `#`, so that dead letters with the same
+        cause have the same reason."""
+        return _VARYING.sub("#", self.error.strip().partition("\n")[0])[:MAX_REASON]
 
 
 def readable(body: bytes) -> tuple[str, str]:
@@ -125,9 +133,8 @@ def read_letter(body: bytes, headers: Mapping[str, str]) -> DeadLetter | None:
 
 
 @dataclass(frozen=True)
-class ShownMessage:
-    """A message of a node. What is shown of its body is made when it is asked for: a filter reads
-    many messages that are not shown."""
+class ShownMessage(Readable):
+    """A message of a node."""
 
     node: str
     id: str
@@ -144,27 +151,8 @@ class ShownMessage:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
-    def value(self) -> Any:
-        """The JSON value of the body; None if it is not JSON."""
-        return _parse(self.body)
-
-    @cached_property
     def letter(self) -> DeadLetter | None:
         return read_letter(self.body, self.headers)
-
-    @cached_property
-    def _readable(self) -> tuple[str, str]:
-        return readable(self.body)
-
-    @property
-    def kind(self) -> str:
-        """`json`, `text` or `binary`."""
-        return self._readable[0]
-
-    @property
-    def shown(self) -> str:
-        """The body in readable form."""
-        return self._readable[1]
 
     @property
     def preview(self) -> str:
@@ -252,12 +240,11 @@ async def peek(
     found = Peeked()
     for node in nodes:
         try:
-            fields = await _peek_one(cluster, node, "/channel/peek" if channel else "/topic/peek", query)
+            answer = await _peek_one(cluster, node, "/channel/peek" if channel else "/topic/peek", query)
         except RequestFailed as error:
             found.errors.append(f"{node.address}: {reason(error)}")
             continue
-        if not isinstance(fields, dict):
-            continue
+        fields = as_object(answer)
         found.messages += [_shown(node.address, one) for one in objects(fields, "messages")]
         found.missing += number(fields, "missing")
     return found
@@ -295,13 +282,11 @@ def _shown(node: str, fields: Mapping[str, Any]) -> ShownMessage:
         due_ns=number(fields, "due"),
         deadline_ns=number(fields, "deadline"),
         client=text(fields, "client"),
-        headers=_headers_of(fields.get("headers")),
+        headers=_headers_of(as_object(fields.get("headers"))),
     )
 
 
-def _headers_of(fields: Any) -> dict[str, str]:
-    if not isinstance(fields, dict):
-        return {}
+def _headers_of(fields: Mapping[str, Any]) -> dict[str, str]:
     return {name: text(fields, name) for name in fields if isinstance(fields[name], str) and name.isascii()}
 
 

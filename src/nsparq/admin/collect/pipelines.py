@@ -12,9 +12,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from nsparq.admin.collect.fields import objects, real, text
 from nsparq.admin.collect.history import Table, steady_clock
-from nsparq.admin.collect.merge import objects, real, text
 from nsparq.admin.collect.upstream import RequestFailed, Upstream
+from nsparq.tasks import cancel_all
 
 __all__ = ["PIPELINE", "Pipelines", "readers"]
 
@@ -63,8 +64,7 @@ class Pipelines:
     async def close(self) -> None:
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel_all([task])
 
     async def _run(self) -> None:
         while True:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nsparq.admin.collect.merge import number, objects, text, texts
+from nsparq.admin.collect.fields import number, objects, text, texts
 
 __all__ = ["Follower", "Replicated"]
 

@@ -1,5 +1,5 @@
-"""The HTTP client for nsqlookupds, nsqds and others: HTTP/1.1 with kept connections, some at a
-time.
+"""The HTTP client for nsqlookupds, nsqds and others: HTTP/1.1 with connections that are kept, and a
+limit on the requests in progress.
 
 A page about a cluster asks every node, and asks again a few seconds later, so kept connections save
 most of the time. Redirects are not followed. If an nsqd requires HTTPS and names its port, it is
@@ -232,8 +232,14 @@ class Upstream:
         tls = None
         if place.is_tls:
             self._tls = tls = self._tls or client_context(TlsFiles())
-        async with asyncio.timeout(self._connect_timeout):
-            _, connection = await loop.create_connection(_Connection, place.host, place.port, ssl=tls)
+        connection = _Connection()
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                await loop.create_connection(lambda: connection, place.host, place.port, ssl=tls)
+        except BaseException:
+            # It may just have been made. The event loop would close it, and wait for the other side.
+            connection.close()
+            raise
         return connection
 
     def _take(self, place: _Place) -> _Connection | None:
@@ -286,7 +292,7 @@ class _Connection(asyncio.Protocol):
     """A connection, for one request at a time."""
 
     def __init__(self) -> None:
-        self._transport: asyncio.Transport
+        self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[Answer] | None = None
         self._is_lost = False
         self._keeps = False
@@ -295,7 +301,7 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
 
     async def exchange(self, request: bytes) -> Answer:
-        if self._is_lost:
+        if self._transport is None or self._is_lost:
             raise _BadAnswer("the connection has ended")
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
@@ -315,7 +321,8 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         # Not close(): with TLS it would wait for the other side.
-        self._transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     # asyncio.Protocol
 

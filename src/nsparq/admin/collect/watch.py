@@ -20,11 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nsparq.admin.collect.cluster import Cluster, Recalled, Unreachable
+from nsparq.admin.collect.fields import as_object
 from nsparq.admin.collect.gather import CHANNEL, CLIENT, NODE, TOPIC, TOTAL, Gatherer, Parts
 from nsparq.admin.collect.history import Table, Trend, steady_clock
 from nsparq.admin.collect.merge import Node, NodeStats
 from nsparq.admin.collect.replicated import Replicated
 from nsparq.admin.collect.upstream import BadStatus, RequestFailed
+from nsparq.tasks import cancel_all
 
 __all__ = ["NodeState", "Watch"]
 
@@ -177,8 +179,7 @@ class Watch:
     async def close(self) -> None:
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel_all([task])
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -283,8 +284,7 @@ class Watch:
         """Raises RequestFailed. NSQ's own nsqd has no /openapi.json: it answers 404."""
         try:
             answer = await self._cluster.get(state.node, "/openapi.json")
-            paths = answer.get("paths") if isinstance(answer, dict) else None
-            state.features = frozenset(paths) if isinstance(paths, dict) else frozenset()
+            state.features = frozenset(as_object(as_object(answer).get("paths")))
         except BadStatus:
             state.features = frozenset()
         if "/metrics" in state.features:

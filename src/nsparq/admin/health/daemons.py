@@ -224,9 +224,11 @@ def _time_left(watch: Watch, address: str, share: float) -> float:
     """Seconds until the disk is full at the rate of the last hours; infinity without a forecast."""
     table = watch.nodes_table
     points = table.points((address,), 1)  # a point for each minute
-    if len(points.times) < FORECAST_POINTS:
+    free = points.values[:, [table.column["disk_free"]]]
+    # Unknown while the node does not answer.
+    if np.count_nonzero(~np.isnan(free)) < FORECAST_POINTS:
         return math.inf
-    found = fit(np.array(points.times), points.values[:, [table.column["disk_free"]]], FORECAST_S)
+    found = fit(np.array(points.times), free, FORECAST_S)
     slope, steadiness = float(found.slope[0]), float(found.correlation[0])
     if math.isnan(slope) or slope >= 0 or -steadiness < STEADY:
         return math.inf

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from nsparq.admin.collect.cluster import Found, Unreachable
+from nsparq.admin.collect.fields import text
 from nsparq.admin.collect.gather import Parts
-from nsparq.admin.collect.merge import Node, node_topic, text
+from nsparq.admin.collect.merge import Node, node_topic
 from nsparq.admin.collect.watch import NodeState
 from nsparq.admin.routing import path_values
 from nsparq.admin.show.order import Order, Paging

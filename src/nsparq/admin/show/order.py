@@ -36,7 +36,6 @@ class Order(Generic[T]):
         self._columns = columns
         wanted = request.parameters.get("sort", "")
         self._wanted = wanted if wanted.removeprefix("-") in columns else default
-        self._is_default = self._wanted == default
 
     def sorted(self, rows: Iterable[T]) -> list[T]:
         """Unknown values come last, whatever the direction."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import BytecodeCache, Environment, FileSystemLoader, StrictUndefined
+from jinja2.bccache import Bucket
 from markupsafe import Markup
 
 from nsparq.admin.routing import with_etag
@@ -68,9 +69,27 @@ def _files(directory: Path) -> list[Path]:
     return [path for path in directory.iterdir() if path.is_file()]
 
 
+class _Compiled(BytecodeCache):
+    """What Jinja has compiled. All environments of a process share it: compiling takes 0.3 s."""
+
+    def __init__(self) -> None:
+        self._code: dict[str, bytes] = {}
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        if (code := self._code.get(bucket.key)) is not None:
+            bucket.bytecode_from_string(code)
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        self._code[bucket.key] = bucket.bytecode_to_string()
+
+
+_COMPILED: Final = _Compiled()
+
+
 def make_environment(assets: Assets, base: str) -> Environment:
     environment = Environment(
         loader=FileSystemLoader(HERE / "templates"),
+        bytecode_cache=_COMPILED,
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -11,7 +11,7 @@ from nsparq.admin.change.actions import audit
 from nsparq.admin.collect.upstream import RequestFailed
 from nsparq.admin.options import TABLE, network
 from nsparq.admin.routing import describe_paths
-from nsparq.admin.show.api.table import TEXT, UPSTREAM, Handlers, endpoint, look, object_of
+from nsparq.admin.show.api.table import TEXT, UPSTREAM, Handlers, look, object_of
 from nsparq.http.api import JSON_TYPE, TEXT_TYPE, ApiError, Endpoint, Param, Request, Response, Result
 from nsparq.http.config import LOG_LEVELS, parse_addresses, parse_log_level
 from nsparq.option_table import DURATION
@@ -42,7 +42,7 @@ class Daemon(Handlers):
             return found
         return [one for one in found if one.path != "/render"]
 
-    @endpoint(
+    @Endpoint(
         group=GROUP,
         method="GET",
         path="/ping",
@@ -56,7 +56,7 @@ class Daemon(Handlers):
 
     # Configuration
 
-    @endpoint(
+    @Endpoint(
         group=GROUP,
         method="GET",
         path="/config/{key}",
@@ -72,7 +72,7 @@ class Daemon(Handlers):
         self._check_client(request)
         return self._value(request.path_value)
 
-    @endpoint(
+    @Endpoint(
         group=GROUP,
         method="PUT",
         path="/config/{key}",

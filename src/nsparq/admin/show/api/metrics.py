@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nsparq.admin.health import Severity
-from nsparq.admin.show.api.table import Handlers, endpoint
-from nsparq.http.api import Request, Response
+from nsparq.admin.show.api.table import Handlers
+from nsparq.http.api import Endpoint, Request, Response
 from nsparq.http.metrics import Exposition, add_process
 from nsparq.version import NSQ_VERSION, __version__
 
@@ -17,7 +17,7 @@ __all__ = ["Metrics"]
 
 
 class Metrics(Handlers):
-    @endpoint(
+    @Endpoint(
         group="The daemon",
         method="GET",
         path="/metrics",

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 
 from nsparq.admin.collect.cluster import Found
-from nsparq.admin.collect.merge import node_total, number, objects, text
+from nsparq.admin.collect.fields import number, objects, text
+from nsparq.admin.collect.merge import node_total
 from nsparq.admin.routing import path_values
 from nsparq.admin.show.api.table import NOT_THERE, UPSTREAM, Handlers, look
 from nsparq.http.api import Param, Request, Result

@@ -1,4 +1,4 @@
-"""How an endpoint of the JSON API is declared: a decorator above its handler is its table entry.
+"""How an endpoint of the JSON API is declared, above its handler.
 
 class Nodes(Handlers):
     @look("/api/nodes", "Every nsqd, with its topics.", errors=(UPSTREAM,))
@@ -8,18 +8,16 @@ class Nodes(Handlers):
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
-from nsparq.http.api import JSON_TYPE, ApiError, Endpoint, Request
+from nsparq.http.api import JSON_TYPE, ApiError, Endpoint, Request, endpoints_of
 
 if TYPE_CHECKING:
     from nsparq.admin.daemon import Nsqadmin
     from nsparq.admin.security import Access, Actor
 
-__all__ = ["Handlers", "change", "endpoint", "look", "object_of", "parse_body", "text_field"]
-
-F = TypeVar("F", bound=Callable[..., Any])
+__all__ = ["Handlers", "change", "look", "object_of", "parse_body", "text_field"]
 
 TEXT: Final = {"type": "string"}
 COUNT: Final = {"type": "integer", "minimum": 0}
@@ -35,12 +33,8 @@ class Handlers:
         self._admin = admin
 
     def endpoints(self) -> list[Endpoint]:
-        """The table entries of the decorated methods, in the order of the source."""
-        return [
-            Endpoint(handler=getattr(self, name), **entry)
-            for name, member in vars(type(self)).items()
-            for entry in getattr(member, "entries", ())
-        ]
+        """In the order of the source."""
+        return endpoints_of(self)
 
     def _actor(self, request: Request) -> Actor:
         return self._admin.guard.actor(request)
@@ -49,34 +43,22 @@ class Handlers:
         return self._admin.guard.access(request)
 
 
-def endpoint(**entry: Any) -> Callable[[F], F]:
-    """`entry` has the fields of an Endpoint, without its handler. A handler may have several."""
-
-    def attach(handler: F) -> F:
-        # Decorators run from the bottom up.
-        entries = [entry, *getattr(handler, "entries", ())]
-        handler.entries = entries  # type: ignore[attr-defined]  # functions take attributes
-        return handler
-
-    return attach
-
-
-def look(path: str, summary: str, **more: Any) -> Callable[[F], F]:
+def look(path: str, summary: str, **more: Any) -> Endpoint:
     """An endpoint that answers GET with a JSON object."""
-    entry = {
+    usual = {
         "group": "Topics, channels, nodes",
         "permission": "read",
         "success": "an object",
         "success_type": JSON_TYPE,
     }
-    return endpoint(method="GET", path=path, summary=summary, **{**entry, **more})
+    return Endpoint(method="GET", path=path, summary=summary, **usual | more)
 
 
 def change(
     method: str, path: str, summary: str, body: Mapping[str, Any] | None = None, **more: Any
-) -> Callable[[F], F]:
+) -> Endpoint:
     """An endpoint that changes something. `body`: the properties of its JSON body."""
-    entry: dict[str, Any] = {
+    usual: dict[str, Any] = {
         "group": "Changes",
         "permission": "admin",
         "success": "`message`: empty, or a warning about what did not work everywhere",
@@ -84,13 +66,13 @@ def change(
         "success_schema": object_of(message=TEXT),
     }
     if body is not None:
-        entry |= {
+        usual |= {
             "keeps_body": True,
             "body_type": "application/json",
             "body_schema": {"type": "object", "properties": body},
             "body_help": "a JSON object: " + ", ".join(f"`{name}`" for name in body),
         }
-    return endpoint(method=method, path=path, summary=summary, **{**entry, **more})
+    return Endpoint(method=method, path=path, summary=summary, **usual | more)
 
 
 def object_of(**properties: Any) -> dict[str, Any]:

@@ -180,8 +180,10 @@
     check();
   }
   for (const details of document.querySelectorAll("details.confirm")) {
+    // The event may come when the user is in a field already, and types.
     details.addEventListener("toggle", () => {
-      if (details.open) details.querySelector("input:not([type=hidden])")?.focus();
+      const isFree = [details.querySelector("summary"), document.body].includes(document.activeElement);
+      if (details.open && isFree) details.querySelector("input:not([type=hidden]), textarea, select")?.focus();
     });
     details.addEventListener("keydown", (event) => {
       if (event.key !== "Escape") return;

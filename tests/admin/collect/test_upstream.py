@@ -1,0 +1,68 @@
+"""Requests to other daemons."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+import uvloop
+
+from nsparq.admin.collect import upstream as module
+from nsparq.admin.collect.upstream import TlsFiles, Upstream
+from tests.support import DEADLINE
+from tests.support.certificates import certificates
+
+
+@contextmanager
+def mute_tls_server() -> Iterator[int]:
+    """Accepts one connection, does the handshake, and says nothing more, not even at the end."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates().server.cert, certificates().server.key)
+    is_over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(DEADLINE)
+
+        def serve() -> None:
+            accepted, _ = server.accept()
+            accepted.settimeout(DEADLINE)
+            # The client may end the connection before the handshake has ended here.
+            with suppress(OSError), context.wrap_socket(accepted, server_side=True):
+                is_over.wait()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            is_over.set()
+            thread.join()
+
+
+def test_a_connection_that_is_cancelled_when_it_is_made_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A loop that closes with an open connection warns, and warnings are errors."""
+    request: asyncio.Future[object]
+
+    class Cancelled(module._Connection):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            request.cancel()
+
+    async def ask(port: int) -> None:
+        nonlocal request
+        upstream = Upstream(connect_timeout=60, request_timeout=60)
+        upstream.use_tls(TlsFiles(ca_file=str(certificates().ca.cert)))
+        request = asyncio.ensure_future(upstream.ask("GET", f"https://127.0.0.1:{port}/"))
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        await upstream.close()
+
+    monkeypatch.setattr(module, "_Connection", Cancelled)
+    with mute_tls_server() as port:
+        uvloop.run(ask(port))
