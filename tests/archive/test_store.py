@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from nsparq.archive.store import PART_SIZE, Store, check_url
+from nsparq.archive.store import PART_SIZE, PROBE, Store, check_url
 from nsparq.errors import ArchiveUnavailable, StartError
 from tests.support.s3 import run_s3
+from tests.support.s3_front import S3Front
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,25 @@ def test_only_the_first_put_of_a_new_object_counts(store: Store) -> None:
     assert store.get("m/1") == b"first"
 
 
+def test_a_store_that_overwrites_is_refused(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with S3Front(s3["AWS_ENDPOINT_URL"]) as front:
+        for name, value in (s3 | {"AWS_ENDPOINT_URL": front.url}).items():
+            monkeypatch.setenv(name, value)
+        store = Store("s3://lake/overwritten")
+        front.ignore_conditions()
+        for write in (lambda: store.put_new("m/1", b"x"), lambda: store.put("s/1", [b"x"])) * 2:
+            with pytest.raises(ArchiveUnavailable, match="overwritten overwrites objects"):
+                write()
+        assert [found.key for found in store.list("")] == [PROBE]
+        front.heal()
+        assert store.put_new("m/1", b"first") and not store.put_new("m/1", b"second")
+        # Once is enough, and another process asks once.
+        front.counts.clear()
+        store.put("s/1", [b"x"])
+        Store("s3://lake/overwritten").put("s/2", [b"x"])
+        assert front.counts["PutObject"] == 3
+
+
 def test_a_store_that_cannot_be_reached_is_one_line_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
@@ -62,6 +82,15 @@ def test_a_store_that_cannot_be_reached_is_one_line_of_text(monkeypatch: pytest.
     with pytest.raises(ArchiveUnavailable, match="cannot look for a in s3://lake/x: .*") as caught:
         Store("s3://lake/x").size("a")
     assert "\n" not in str(caught.value)
+
+
+def test_a_missing_bucket_is_named(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.items():
+        monkeypatch.setenv(name, value)
+    store = Store("s3://no-such-bucket/nsq")
+    for write in (lambda: store.put_new("a", b"x"), lambda: store.put("a", [b"x" * PART_SIZE, b"y"])):
+        with pytest.raises(ArchiveUnavailable, match="in s3://no-such-bucket/nsq: there is no such bucket"):
+            write()
 
 
 @pytest.mark.parametrize("url", ["http://host/x", "s3:bucket", "s3:///x", "file://x/y", "file:///", "bucket"])

@@ -4,6 +4,7 @@ with S3Front(endpoint) as front:      endpoint: http://host:port of the server
     front.url                         what clients are given
     front.counts                      requests by S3's names of the operations
     front.refuse_puts(507, "XMinioStorageFull")
+    front.ignore_conditions()         puts overwrite, whatever they ask for
     front.freeze_lists("bucket")      lists show the objects of this moment, whatever happens after it
     front.heal()
 
@@ -16,10 +17,12 @@ import sys
 import threading
 from collections import Counter
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
 from urllib.parse import parse_qsl, quote, urlsplit
 from xml.etree import ElementTree
+
+from tests.support.web import HandlerServer
 
 SPACE = "{http://s3.amazonaws.com/doc/2006-03-01/}"
 HOP_HEADERS = {"connection", "transfer-encoding", "content-length", "server", "date"}
@@ -40,18 +43,11 @@ def operation(method: str, query: dict[str, str]) -> str:
 WRITES = {"PutObject", "UploadPart", "CreateMultipartUpload", "CompleteMultipartUpload"}
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # a client that was killed
-            super().handle_error(request, client_address)
-
-
 class S3Front:
     def __init__(self, endpoint: str, port: int = 0) -> None:
         self._target = urlsplit(endpoint).netloc
         self._refusal: tuple[int, str] | None = None
+        self._conditions = True
         self._frozen: dict[str, bytes] | None = None
         """Entries of lists by key."""
         self.counts: Counter[str] = Counter()
@@ -79,24 +75,22 @@ class S3Front:
             def log_message(self, format: str, *arguments: Any) -> None:
                 pass
 
-        self._server = _Server(("127.0.0.1", port), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def serve(self) -> None:
-        self._server.serve_forever()
+        self._server = HandlerServer(Handler, port)
+        self.url = f"http://{self._server.address}"
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
     # troubles
 
     def refuse_puts(self, status: int, code: str) -> None:
         self._refusal = status, code
+
+    def ignore_conditions(self) -> None:
+        self._conditions = False
 
     def freeze_lists(self, bucket: str) -> None:
         content = self._forward("GET", f"/{bucket}?list-type=2", {}, b"")[2]
@@ -106,6 +100,7 @@ class S3Front:
 
     def heal(self) -> None:
         self._refusal = self._frozen = None
+        self._conditions = True
 
     # answers
 
@@ -122,6 +117,8 @@ class S3Front:
             return status, [("Content-Type", "application/xml")], text.encode()
         if self._frozen is not None and kind == "ListObjectsV2":
             return 200, [("Content-Type", "application/xml")], self._listed(self._frozen, query)
+        if not self._conditions:
+            headers = {name: value for name, value in headers.items() if name.lower() != "if-none-match"}
         return self._forward(method, path, headers, body)
 
     def _listed(self, entries: dict[str, bytes], query: dict[str, str]) -> bytes:
@@ -158,4 +155,5 @@ class S3Front:
 
 
 if __name__ == "__main__":
-    S3Front(sys.argv[2], int(sys.argv[1])).serve()
+    S3Front(sys.argv[2], int(sys.argv[1]))
+    threading.Event().wait()

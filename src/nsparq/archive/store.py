@@ -24,6 +24,8 @@ PART_SIZE: Final = 8 << 20
 """Bytes that are sent or fetched at a time. It bounds the memory, and what a lost connection
 repeats."""
 SCHEMES: Final = ("s3", "gs", "az", "file")
+PROBE: Final = "conditional-put"
+"""An object that shows whether the store overwrites. It stays."""
 
 _REQUEST_S: Final = 10
 _RETRIES: Final = 2
@@ -45,6 +47,8 @@ class Store:
         """Raises StartError. Does not talk to the store yet."""
         self.url = url
         self._root = check_url(url)
+        self._keeps_existing = self._root is not None
+        """Whether it is known that put_new() overwrites nothing."""
         try:
             import obstore
             from obstore.store import from_url
@@ -73,19 +77,18 @@ class Store:
 
     def put_new(self, key: str, data: bytes) -> bool:
         """Write an object, unless there is one of this name. False if there is one."""
-        try:
-            with self._errors(f"write {key}"):
-                self._api.put(self._store, key, data, mode="create", use_multipart=False)
-        except FileExistsError:
+        self._refuse_overwriting()
+        if not self._create(key, data):
             return False
         self._sync(key)
         return True
 
     def put(self, key: str, parts: Iterable[bytes]) -> None:
         """Write an object from parts of PART_SIZE bytes; the last one may be shorter."""
+        self._refuse_overwriting()
         rest = iter(parts)
         first = next(rest, b"")
-        with self._errors(f"write {key}"):
+        with self._write_errors(key):
             if len(first) < PART_SIZE:
                 # One request instead of three.
                 self._api.put(self._store, key, first, use_multipart=False)
@@ -140,6 +143,32 @@ class Store:
 
     # details
 
+    def _refuse_overwriting(self) -> None:
+        """Some stores ignore the condition of put_new(): of two writers the later one would win."""
+        if self._keeps_existing:
+            return
+        if self._create(PROBE, b"nsparq") and self._create(PROBE, b"nsparq"):
+            raise ArchiveUnavailable(
+                f"{self.url} overwrites objects: the store needs conditional puts (If-None-Match: *)"
+            )
+        self._keeps_existing = True
+
+    def _create(self, key: str, data: bytes) -> bool:
+        try:
+            with self._write_errors(key):
+                self._api.put(self._store, key, data, mode="create", use_multipart=False)
+        except FileExistsError:
+            return False
+        return True
+
+    @contextmanager
+    def _write_errors(self, key: str) -> Iterator[None]:
+        with self._errors(f"write {key}"):
+            try:
+                yield
+            except FileNotFoundError as error:
+                raise OSError("there is no such bucket") from error
+
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
         try:
@@ -172,7 +201,7 @@ def check_url(url: str) -> Path | None:
     """The directory of a `file:` URL, None for another store. Raises StartError."""
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES or (parts.scheme == "file" and (parts.netloc or len(parts.path) < 2)):
-        known = "s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix or file:///directory"
+        known = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///directory"
         raise StartError(f"--archive must be {known}, not {url!r}")
     if parts.scheme != "file" and not parts.netloc:
         raise StartError(f"--archive names no bucket: {url!r}")
