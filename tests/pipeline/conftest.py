@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +17,12 @@ from nsparq.pipeline.execute.status import Status
 from nsparq.pipeline.file.reading import parse
 from nsparq.pipeline.file.spec import PipelineFile
 from nsparq.testing import Broker, run_broker
+from tests.support.polling import SPARK_DEADLINE
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-PATIENCE_S = 90.0
+PATIENCE_S = SPARK_DEADLINE
 Until = Callable[[dict[str, Figures]], Any]
 
 
@@ -71,7 +73,9 @@ class Runs:
 
 
 @pytest.fixture
-def run(spark: SparkSession, broker: Broker, tmp_path: Path) -> Runs:
+def run(spark: SparkSession, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    # The process that tends Delta tables is forked, as Spark's are.
+    monkeypatch.setattr(sys, "executable", spark.sparkContext.pythonExec)
     return Runs(spark, broker, tmp_path)
 
 

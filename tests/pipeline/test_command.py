@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from nsparq.testing import Broker
-from tests.support.polling import wait_until
+from tests.support.polling import SPARK_DEADLINE, wait_until
 from tests.support.spark import FAST
 
 pytest.importorskip("pyspark")
 
-PATIENCE_S = 200.0
+PATIENCE_S = SPARK_DEADLINE
 
 
 def test_a_pipeline_runs_until_it_is_told_to_end(broker: Broker, tmp_path: Path) -> None:

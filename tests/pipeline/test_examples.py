@@ -31,7 +31,7 @@ from nsparq.tools.main import main
 from nsparq.tools.pipeline_common import Stopping
 from tests.pipeline.conftest import Runs, bodies
 from tests.support import wait_until
-from tests.support.polling import DEADLINE
+from tests.support.polling import DEADLINE, SPARK_DEADLINE
 from tests.support.spark import connect_server
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PAGES = ("pipelines.md", "tutorial-spark.md")
-PATIENCE_S = 150.0
-
-pytestmark = pytest.mark.timeout(400)
+PATIENCE_S = SPARK_DEADLINE
 
 
 def copy(directory: Path, name: str, broker: Broker, **more: str) -> Path:
@@ -336,7 +334,7 @@ def test_the_tutorial_works_as_written(
         assert status == 0 and f"running, process {os.getpid()}" in told
         assert re.search(r"revenue +running +\d+ +0 +201 ", told), told
         address = json.loads((tmp_path / "checkpoints" / "revenue" / "status.json").read_text())["address"]
-        with urlopen(f"http://{address}/metrics", timeout=5) as answer:
+        with urlopen(f"http://{address}/metrics", timeout=DEADLINE) as answer:
             assert 'nsparq_pipeline_dead_letters_total{pipeline="revenue"} 1' in answer.read().decode()
         capsys.readouterr()
         assert command.stop() == 0

@@ -37,7 +37,6 @@ def python_without_nsparq(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         yield
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("python_without_nsparq")
 def test_every_message_is_in_the_result_once_whoever_is_killed(tmp_path: Path) -> None:
     options = Options(

@@ -38,6 +38,8 @@ LOADED = (
     "nsparq.spark.source.batch",
     "nsparq.spark.source.stream",
     "nsparq.spark.sink.writers",
+    "deltalake",
+    "nsparq.pipeline.write.delta",
 )
 
 # It starts in a hundredth of a second: without the site module and with few imports.

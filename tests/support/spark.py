@@ -50,20 +50,33 @@ def spark_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSes
         session.stop()
 
 
+@pytest.fixture(scope="session")
+def spark_settings(spark_session: SparkSession) -> dict[str, str]:
+    """The settings of the session before the first test."""
+    return spark_session.conf.getAll
+
+
 @pytest.fixture
-def spark(spark_session: SparkSession) -> Iterator[SparkSession]:
+def spark(spark_session: SparkSession, spark_settings: dict[str, str]) -> Iterator[SparkSession]:
     """A local[2] session with format("nsq"). After the test, its queries and settings are
     removed."""
-    before = spark_session.conf.getAll
+    before = settings_text(spark_session)
     yield spark_session
     for query in spark_session.streams.active:
         query.stop()
+    if settings_text(spark_session) == before:
+        return
     after = spark_session.conf.getAll
-    for name in after.keys() - before.keys():
+    for name in after.keys() - spark_settings.keys():
         spark_session.conf.unset(name)
-    for name, value in before.items():
+    for name, value in spark_settings.items():
         if after.get(name) != value:
             spark_session.conf.set(name, value)
+
+
+def settings_text(spark: SparkSession) -> str:
+    """All settings, to compare: in one exchange with Java, instead of three for each setting."""
+    return str(spark.conf._jconf.getAllAsJava().toString())
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""A real Spark cluster on the loopback interface: a standalone master and a worker, each its own
-process.
+"""A real Spark cluster on the loopback interface: a standalone master and a worker, each a process.
 
-with SparkCluster(tmp_path) as cluster: build_session(master=cluster.url, conf=cluster.conf)      in
-another process: one session per process cluster.executors()             pids of the processes that
-run tasks, for example to kill them
+with SparkCluster(tmp_path) as cluster:
+    build_session(master=cluster.url, conf=cluster.conf)
+                                    in another process: a process has one session
+    cluster.executors()             pids of the processes that run tasks, to kill them for example
 """
 
 from __future__ import annotations

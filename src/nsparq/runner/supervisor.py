@@ -7,18 +7,20 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from nsparq.client import metrics
 from nsparq.errors import StartError
-from nsparq.runner.status import Answer, StatusServer, notify_systemd
 from nsparq.runner.watch import FileWatch
 from nsparq.runner.worker import CANNOT_LOAD, MARGIN_S
+from nsparq.status_server import Answer, StatusServer
 from nsparq.up.process import describe_status
 
 __all__ = ["Plan", "Supervisor"]
@@ -29,6 +31,8 @@ FIRST_DELAY_S: Final = 0.5
 MAX_DELAY_S: Final = 30.0
 STEADY_S: Final = 60.0
 """A worker that ran this long was fine: the next restart has the first delay again."""
+ANSWER_S: Final = 5.0
+"""How long a status may take."""
 BLOCKED_S: Final = 60.0
 """A worker that has not reported for so long is not alive."""
 WATCH_S: Final = 0.3
@@ -91,8 +95,9 @@ class Supervisor:
     async def run(self) -> int:
         """Run until a signal. Raises StartError."""
         loop = asyncio.get_running_loop()
-        server = StatusServer(self._plan.http_address, self._answer) if self._plan.http_address else None
-        if server is not None:
+        server = None
+        if self._plan.http_address:
+            server = StatusServer(self._plan.http_address, partial(self._ask, loop))
             logger.info("status on http://%s/ready, /live and /metrics", server.address)
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._stop)
@@ -186,7 +191,7 @@ class Supervisor:
         worker.is_ready = is_ready
         if self._is_ready and not self._was_ready:
             self._was_ready = True
-            notify_systemd("READY=1")
+            _notify_systemd("READY=1")
 
     async def _pause(self, worker: _Worker) -> None:
         """It died: wait before it is started again, longer each time."""
@@ -213,7 +218,7 @@ class Supervisor:
                 self._kill(worker)
             return
         logger.info("stopping: waiting up to %g s for messages in flight", self._plan.stop_timeout)
-        notify_systemd("STOPPING=1")
+        _notify_systemd("STOPPING=1")
         self._stopping.set()
         for worker in self._workers:
             self._tell_to_stop(worker)
@@ -271,14 +276,25 @@ class Supervisor:
     def _is_ready(self) -> bool:
         return not self._stopping.is_set() and all(worker.is_ready for worker in self._workers)
 
-    def _answer(self, path: str) -> Answer | None:
+    def _ask(self, loop: asyncio.AbstractEventLoop, path: str) -> Answer:
+        """Called in a thread: the answer is made on the event loop."""
+
+        async def work() -> Answer:
+            return self._answer(path)
+
+        try:
+            return asyncio.run_coroutine_threadsafe(work(), loop).result(ANSWER_S)
+        except (TimeoutError, RuntimeError):  # the loop is blocked, or has ended
+            return Answer(503, "text/plain", b"the supervisor does not answer\n")
+
+    def _answer(self, path: str) -> Answer:
         if path == "/ready":
             return self._as_json(200 if self._is_ready else 503)
         if path == "/live":
             return self._as_json(503 if any(map(self._is_blocked, self._workers)) else 200)
         if path == "/metrics":
             return Answer(200, metrics.CONTENT_TYPE, self._metrics().encode())
-        return None
+        return Answer(404, "text/plain", b"not found\n")
 
     def _is_blocked(self, worker: _Worker) -> bool:
         return worker.process is not None and time.monotonic() - worker.reported_at > BLOCKED_S
@@ -320,3 +336,13 @@ async def _open_pipe() -> tuple[asyncio.StreamReader, int]:
     reader = asyncio.StreamReader(limit=REPORT_LIMIT)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb", 0))
     return reader, write
+
+
+def _notify_systemd(state: str) -> None:
+    """Tell systemd, if it started us with Type=notify."""
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if not path:
+        return
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.connect(f"\0{path[1:]}" if path.startswith("@") else path)
+        sock.send(state.encode())

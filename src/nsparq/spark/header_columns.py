@@ -1,7 +1,8 @@
 """Header blocks of many messages at once: as a column of maps for Spark, and back.
 
-There is no loop over rows. `to_maps` finds the first header of all messages, then the second of all
-that have one, and so on. `nsparq.headers` describes a block.
+There is no loop over rows. The compiled kernel cuts the blocks; without it `to_maps` finds the first
+header of all messages, then the second of all that have one, and so on. `nsparq.headers` describes a
+block.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from nsparq import kernel
 from nsparq.headers import MAX_BLOCK, ORIGIN, encode_headers
 
 __all__ = ["MAPS", "no_maps", "to_blocks", "to_maps"]
@@ -33,6 +35,12 @@ def no_maps(count: int) -> pa.Array:
 def to_maps(offsets: npt.NDArray[np.int32], data: bytes) -> pa.Array:
     """The headers of messages whose blocks lie end to end in `data`, as maps; null for an empty
     block. Raises ValueError if these are no blocks."""
+    if kernel.unpack_headers is not None:
+        found = kernel.unpack_headers(offsets.tobytes(), data)
+        if found is not None:
+            limits, *strings = found
+            names, values = _strings(*strings[:2]), _strings(*strings[2:])
+            return _maps(np.frombuffer(limits, np.int32), names, values)
     raw = np.frombuffer(data, np.uint8)
     at, ends = offsets[:-1].astype(np.int64), offsets[1:].astype(np.int64)
     rows = np.flatnonzero(at < ends)
@@ -56,12 +64,10 @@ def to_maps(offsets: npt.NDArray[np.int32], data: bytes) -> pa.Array:
         rows, at, ends = rows[more], behind[more], ends[more]
     if not owners:
         return no_maps(len(offsets) - 1)
-    return _maps(
-        len(offsets) - 1, data, np.concatenate(owners), np.concatenate(starts), np.concatenate(sizes)
-    )
+    return _cut(len(offsets) - 1, data, np.concatenate(owners), np.concatenate(starts), np.concatenate(sizes))
 
 
-def _maps(count: int, data: bytes, owners: Longs, starts: Longs, sizes: Longs) -> pa.Array:
+def _cut(count: int, data: bytes, owners: Longs, starts: Longs, sizes: Longs) -> pa.Array:
     """Cuts `data` where names and values begin and end; every second piece is one of them."""
     # Headers of a message keep their order: they lie in that order, so their places sort all. A
     # stable sort joins the sorted runs, the first headers and the second ones and so on: 25 times
@@ -75,13 +81,25 @@ def _maps(count: int, data: bytes, owners: Longs, starts: Longs, sizes: Longs) -
     edges[2::4] = starts + sizes
     edges[3::4] = starts + sizes + 2
     edges[-1] = len(data)
-    pieces = pa.Array.from_buffers(pa.string(), 4 * total, [None, pa.py_buffer(edges), pa.py_buffer(data)])
+    pieces = _strings(edges, data)
     places = np.arange(0, 4 * total, 4, dtype=np.int32)
     names, values = pieces.take(pa.array(places + 1)), pieces.take(pa.array(places + 3))
-    counts = np.bincount(owners, minlength=count)
     limits = np.zeros(count + 1, np.int32)
-    np.cumsum(counts, out=limits[1:])
-    return pa.MapArray.from_arrays(pa.array(limits), names, values, mask=pa.array(counts == 0))
+    np.cumsum(np.bincount(owners, minlength=count), out=limits[1:])
+    return _maps(limits, names, values)
+
+
+def _strings(offsets: bytes | npt.NDArray[np.int32], data: bytes) -> pa.Array:
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+    return pa.Array.from_buffers(pa.string(), buffers[1].size // 4 - 1, buffers)
+
+
+def _maps(limits: npt.NDArray[np.int32], names: pa.Array, values: pa.Array) -> pa.Array:
+    """Maps with the names and values between each two limits; null where there are none."""
+    empty = limits[1:] == limits[:-1]
+    return pa.MapArray.from_arrays(
+        pa.array(limits), names, values, mask=pa.array(empty) if empty.any() else None
+    )
 
 
 def to_blocks(maps: pa.Array, refuse: Refuse) -> pa.Array:

@@ -18,6 +18,7 @@ from nsparq.pipeline.execute.progress import State
 from nsparq.pipeline.execute.status import read_status
 from nsparq.testing import Broker
 from tests.pipeline.conftest import Runs, bodies
+from tests.support.polling import DEADLINE
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -102,7 +103,7 @@ trigger = "0s"
     def both_are_there(figures: Any) -> bool:
         assert run.status is not None
         if not seen and figures["counts"].rows:
-            with urlopen(f"http://{run.status.address}/metrics", timeout=5) as answer:
+            with urlopen(f"http://{run.status.address}/metrics", timeout=DEADLINE) as answer:
                 seen["metrics"] = answer.read().decode()
         return len(broker.peek("minutes")) == 2 and len(broker.peek("counts")) >= 2
 

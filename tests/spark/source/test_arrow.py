@@ -17,13 +17,16 @@ from nsparq import kernel
 from nsparq.headers import encode_headers
 from nsparq.packed import PackedBodies
 from nsparq.spark.datasource import SCHEMA
+from nsparq.spark.header_columns import to_maps
 from nsparq.spark.source import arrow
 from nsparq.spark.source.arrow import RowBuilder, unpack
 from nsparq.storage.batch import Batch, encode_batch, encode_head
 from nsparq.storage.raw_batch import CorruptRange
+from tests.test_kernel import assert_nothing_is_kept
 
 ARROW_SCHEMA = to_arrow_schema(SCHEMA, timezone="UTC")
 COMPILED = kernel.unpack_batches
+COMPILED_HEADERS = kernel.unpack_headers
 BUILDS = ["python"] if COMPILED is None else ["python", "compiled"]
 T0 = 1_700_000_000_000_000_000
 
@@ -34,8 +37,13 @@ Batches = list[tuple[int, list[bytes], list[Headers]]]
 
 @pytest.fixture(params=BUILDS)
 def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(kernel, "unpack_batches", COMPILED if request.param == "compiled" else None)
+    choose(str(request.param), monkeypatch)
     return str(request.param)
+
+
+def choose(build: str, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kernel, "unpack_batches", COMPILED if build == "compiled" else None)
+    patch.setattr(kernel, "unpack_headers", COMPILED_HEADERS if build == "compiled" else None)
 
 
 def encoded(base: int, bodies: list[bytes], stamp: int = T0, headers: Sequence[Headers] = ()) -> bytes:
@@ -104,11 +112,9 @@ def test_any_part_of_any_log_gives_its_messages(
         for number, body, headers in expected(batches)
         if start <= number < end and not any(low <= number < high for low, high in gaps)
     ]
-    before, kernel.unpack_batches = kernel.unpack_batches, COMPILED if build == "compiled" else None
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        choose(build, patch)
         assert rows(raw(batches), start, end, gaps) == wanted
-    finally:
-        kernel.unpack_batches = before
 
 
 def test_every_column_says_what_it_should(build: str) -> None:
@@ -242,6 +248,84 @@ def test_the_kernel_takes_any_bytes(junk: bytes, at: int) -> None:
         assert len(offsets) == 4 * (int(np.frombuffer(heads, np.int64)[3::4].sum()) + 1)
         assert np.frombuffer(offsets, np.int32)[-1] == len(data)
         assert not blocks or np.frombuffer(block_offsets, np.int32)[-1] == len(blocks)
+
+
+@pytest.mark.skipif(COMPILED_HEADERS is None, reason="the kernel is not built")
+def test_the_kernel_finds_headers_only_in_blocks() -> None:
+    assert COMPILED_HEADERS is not None
+    block = encode_headers({"a": "bc", "d": ""})
+    size = len(block)
+
+    def found(*offsets: int, blocks: bytes = block) -> tuple[bytes, ...] | None:
+        assert COMPILED_HEADERS is not None
+        return COMPILED_HEADERS(np.array(offsets, np.int32).tobytes(), blocks)
+
+    def numbers(*values: int) -> bytes:
+        return np.array(values, np.int32).tobytes()
+
+    both = numbers(0, 1, 2), b"ad", numbers(0, 2, 2), b"bc"
+    assert found(0, 0, size, size) == (numbers(0, 0, 2, 2), *both)
+    assert found(0, 6, size) == (numbers(0, 1, 2), *both), "a block is a run of headers"
+    assert found(0, blocks=b"") == (numbers(0), numbers(0), b"", numbers(0), b"")
+    assert found(0, 6) == (numbers(0, 1), numbers(0, 1), b"a", numbers(0, 2), b"bc"), "no more than the rows"
+    for offsets in ((), (1, size), (0, size + 1), (0, 6, 0), (0, -1, size), (0, 5, size), (0, size - 1)):
+        assert found(*offsets) is None
+    for arguments in ((), (b"",), ("", b""), (b"", ""), (b"", b"", b"")):
+        with pytest.raises(TypeError):
+            COMPILED_HEADERS(*arguments)  # type: ignore[call-arg, arg-type]
+    assert_nothing_is_kept(lambda: [found(0, size), found(0, 5, size), found(0, blocks=b"")])
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@given(blocks=st.lists(st.binary(max_size=12) | HEADERS.map(encode_headers), max_size=6))
+def test_both_builds_read_any_bytes_as_the_same_headers_or_none(build: str, blocks: list[bytes]) -> None:
+    def split(block: bytes) -> list[tuple[bytes, bytes]]:
+        """One header after the other; IndexError if it is no block."""
+        pairs = []
+        while block:
+            value = 3 + block[0] + (block[block[0] + 1] << 8 | block[block[0] + 2])
+            if len(block) < value:
+                raise IndexError
+            pairs.append((block[1 : 1 + block[0]], block[3 + block[0] : value]))
+            block = block[value:]
+        return pairs
+
+    offsets = np.cumsum([0, *map(len, blocks)], dtype=np.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        choose(build, patch)
+        try:
+            wanted = [split(block) or None for block in blocks]
+        except IndexError:
+            with pytest.raises(ValueError, match="not a header block"):
+                to_maps(offsets, b"".join(blocks))
+            return
+        maps = to_maps(offsets, b"".join(blocks))
+        bytes_of = pa.map_(pa.binary(), pa.binary())
+        assert maps.cast(bytes_of).to_pylist() == wanted
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@given(
+    st.lists(st.tuples(st.integers(0, 255), st.integers(0, 300)), max_size=8),
+    st.integers(0, 40),
+)
+def test_names_and_values_of_any_size_keep_their_bytes(
+    build: str, pairs: list[tuple[int, int]], behind: int
+) -> None:
+    """The kernel copies short strings in steps, and may go too far while there is room."""
+    one = [(bytes(range(name)), bytes([255 - name]) * value) for name, value in pairs]
+    last = [(b"", b"z" * behind)]
+    blocks = [
+        b"".join(
+            b"%c%b%b%b" % (len(name), name, len(value).to_bytes(2, "big"), value) for name, value in some
+        )
+        for some in (one, last)
+    ]
+    offsets = np.cumsum([0, *map(len, blocks)], dtype=np.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        choose(build, patch)
+        maps = to_maps(offsets, b"".join(blocks))
+    assert maps.cast(pa.map_(pa.binary(), pa.binary())).to_pylist() == [one or None, last]
 
 
 def test_a_batch_too_large_for_a_column_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from nsparq.testing import Broker, run_broker, run_lookupd
 from tests.spark.source.support import numbered
 from tests.support import wait_until
 from tests.support.file_sink import committed_rows
-from tests.support.polling import DEADLINE
+from tests.support.polling import SPARK_DEADLINE
 from tests.support.with_headers import publish_with_headers
 
 
@@ -55,7 +55,7 @@ def running(frame: DataFrame, path: Path, **trigger: Any) -> Iterator[StreamingQ
 def run_available(frame: DataFrame, path: Path) -> list[int]:
     """Everything there is; the rows of each micro-batch."""
     with running(frame, path, availableNow=True) as query:
-        assert query.awaitTermination(DEADLINE)
+        assert query.awaitTermination(SPARK_DEADLINE)
         return [progress.numInputRows for progress in query.recentProgress if progress.numInputRows]
 
 
@@ -250,7 +250,7 @@ def test_many_topics_are_few_tasks_and_those_taken_out_are_not_read(
         broker.publish(topic, topic.encode())
     frame = source(spark, nsqd=broker.http_address, topic=None, topicsPattern="t.*")
     with running(frame, tmp_path, availableNow=True) as query:
-        assert query.awaitTermination(DEADLINE)
+        assert query.awaitTermination(SPARK_DEADLINE)
         tracker = spark.sparkContext.statusTracker()
         jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(str(query.runId))]
         stages = [tracker.getStageInfo(stage) for job in jobs if job for stage in job.stageIds]
@@ -326,14 +326,14 @@ def test_a_channel_has_one_query(spark: SparkSession, broker: Broker, tmp_path: 
     # With another checkpoint, while the first is down.
     with running(frame, tmp_path / "two", availableNow=True) as query:
         with pytest.raises(PySparkException, match="the channel c of topic t on .* belongs to another query"):
-            query.awaitTermination(DEADLINE)
+            query.awaitTermination(SPARK_DEADLINE)
     assert depth(broker) == 5
     # And while it runs.
     with running(frame, tmp_path / "one"):
         wait_written(tmp_path / "one", numbered(10))
         with running(frame, tmp_path / "two") as query:
             with pytest.raises(PySparkException, match="belongs to another query"):
-                query.awaitTermination(DEADLINE)
+                query.awaitTermination(SPARK_DEADLINE)
         broker.publish("t", *numbered(5, 10))
         wait_written(tmp_path / "one", numbered(15))
     assert written(tmp_path / "two") == []
@@ -355,7 +355,7 @@ def test_a_loss_is_said_at_every_start(spark: SparkSession, tmp_path: Path) -> N
         for _ in range(2):
             with running(source(spark, **given), tmp_path, availableNow=True) as query:
                 with pytest.raises(PySparkException, match="were removed before they were read"):
-                    query.awaitTermination(DEADLINE)
+                    query.awaitTermination(SPARK_DEADLINE)
             assert broker.channel_stats("t", "c") is None
         run_available(source(spark, **given, failOnDataLoss="false"), tmp_path)
         assert written(tmp_path)[-1] == b"x" * 100
@@ -382,4 +382,4 @@ def test_errors_of_options_name_the_option(spark: SparkSession, broker: Broker, 
     frame = source(spark, nsqd=broker.http_address, channel=None)
     with running(frame, tmp_path, availableNow=True) as query:
         with pytest.raises(PySparkException, match="option channel is missing"):
-            query.awaitTermination(DEADLINE)
+            query.awaitTermination(SPARK_DEADLINE)

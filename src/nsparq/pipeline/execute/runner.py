@@ -22,7 +22,7 @@ from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.execute import queries
 from nsparq.pipeline.execute.progress import State
 from nsparq.pipeline.execute.running_pipeline import RunningPipeline, in_thread
-from nsparq.pipeline.execute.status import Endpoint, Status, write_status
+from nsparq.pipeline.execute.status import Status, serve, write_status
 from nsparq.pipeline.execute.store_checkpoints import local_checkpoints
 from nsparq.pipeline.file.keys import is_local
 from nsparq.pipeline.file.spec import PipelineFile
@@ -148,13 +148,13 @@ def _served(file: PipelineFile, status: Status) -> Iterator[None]:
     if not file.run.metrics_address:
         yield
         return
-    endpoint = Endpoint(file.run.metrics_address, status)
-    status.address = endpoint.address
-    logger.info("metrics: listening on %s", endpoint.address)
+    server = serve(file.run.metrics_address, status)
+    status.address = server.address
+    logger.info("metrics: listening on %s", server.address)
     try:
         yield
     finally:
-        endpoint.close()
+        server.close()
 
 
 @contextmanager

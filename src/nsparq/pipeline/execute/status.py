@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
 
-from nsparq.addresses import join_address, split_address
+from nsparq.addresses import split_address
 from nsparq.errors import StartError
 from nsparq.fetch import FetchError, fetch
 from nsparq.pipeline.durable import write_json
 from nsparq.pipeline.execute.progress import Figures
+from nsparq.status_server import Answer, StatusServer
 from nsparq.version import __version__
 
 FILE_NAME: Final = "status.json"
@@ -84,6 +83,7 @@ def is_alive(pid: int) -> bool:
 
 # Prometheus
 
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _METRICS: Final = (
     ("up", "gauge", "1 if the pipeline is running", "is_running"),
     ("rows_total", "counter", "messages read", "rows"),
@@ -114,56 +114,22 @@ def prometheus(pipelines: Sequence[Figures]) -> str:
     return "\n".join(lines) + "\n"
 
 
-class Endpoint:
-    """Serves `/metrics`, `/status` and `/ping`, each request in its own thread."""
+def serve(address: str, status: Status) -> StatusServer:
+    """Serves `/metrics`, `/status` and `/ping`. Raises StartError."""
+    place = split_address(address)
+    if place is None:
+        raise StartError(f"metrics_address must be host:port, not {address!r}")
 
-    def __init__(self, address: str, status: Status) -> None:
-        """Raises StartError."""
-        place = split_address(address)
-        if place is None:
-            raise StartError(f"metrics_address must be host:port, not {address!r}")
+    def answer(path: str) -> Answer:
+        if path == "/metrics":
+            return Answer(200, CONTENT_TYPE, prometheus(status.pipelines).encode())
+        if path == "/status":
+            return Answer(200, "application/json", json.dumps(status.as_json()).encode())
+        if path == "/ping":
+            return Answer(200, "text/plain", b"OK")
+        return Answer(404, "application/json", b'{"message":"NOT_FOUND"}')
 
-        class Handler(BaseHTTPRequestHandler):
-            server_version = f"nsparq/{__version__}"
-
-            def do_GET(self) -> None:
-                path = self.path.partition("?")[0]
-                if path == "/metrics":
-                    self._answer(
-                        200, "text/plain; version=0.0.4; charset=utf-8", prometheus(status.pipelines)
-                    )
-                elif path == "/status":
-                    self._answer(200, "application/json", json.dumps(status.as_json()))
-                elif path == "/ping":
-                    self._answer(200, "text/plain", "OK")
-                else:
-                    self._answer(404, "application/json", '{"message":"NOT_FOUND"}')
-
-            def _answer(self, code: int, content_type: str, text: str) -> None:
-                body = text.encode()
-                self.send_response(code)
-                self.send_header("Content-Type", content_type)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *arguments: Any) -> None:
-                pass
-
-        try:
-            self._server = _Server(place, Handler)
-        except OSError as error:
-            raise StartError(f"metrics_address: cannot listen on {address}: {error.strerror}") from error
-        found = self._server.server_address
-        self.address = join_address(str(found[0]), int(found[1]))
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+    try:
+        return StatusServer(place, answer)
+    except StartError as error:
+        raise StartError(f"metrics_address: {error}") from error
