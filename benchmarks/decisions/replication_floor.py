@@ -20,10 +20,54 @@ Two busy cores, medians of five rounds of 2,000 frames:
 So neither sendfile nor Unix sockets are worth their code. On idle cores nsqd takes 70 us for such an
 MPUB, and the floor is 1.2 x.
 
-A primary takes 1.5 to 2.0 x. The Python code of replication takes 16 us of that for an MPUB when
-nothing else runs (recording and waiting 6, making the frame 7, confirming 3). It takes two to
-three times as long in a primary that shares its cores with a follower and two publishers. Cold caches
-after each change of the process are the likely reason; they could not be counted in this machine.
+A primary takes 1.6 to 2.1 x. The Python code of replication takes 7 us of that for an MPUB when
+nothing else runs (recording and waiting 1.4, making the frame 3.3 with a checksum of 1.3, confirming
+2.4). `perf record -e cpu-clock` on a primary that shares its cores with a follower and two
+publishers shows 93 us for an MPUB, and 47 us in an nsqd alone: libpython 39 and 15, all system calls
+43 and 25, checksums 3.1 and 1.3. So Python takes 24 us more there, two to three times the 7 us and
+the turns that are added. Cold caches after each sleep are a possible reason; they could not be
+counted in this machine.
+
+Tried, and left out:
+
+    no busy-polling by the primary               83.8 us, as before
+    one confirmation for each read               94 us instead of 92, within the noise
+    confirmations past FrameReader and Frame     94 us instead of 95, within the noise
+    a further turn to gather publishes           82 us instead of 92 when nothing else runs, but 10 %
+                                                 fewer messages a second; no gain on busy cores
+
+Gathering as Nagle's algorithm does was tried, too: no frame is sent while one is unconfirmed, or two,
+and the confirmation releases what has gathered since. The loads of `benchmarks.macro.replication` on
+two busy cores, in turns, as ratios to a primary that does not gather. Two equal builds differed by up
+to 11 % in the medians of 16 rounds and by up to 4 % in the best round, so the best round counts:
+
+    unanswered MPUBs   unconfirmed   frames for          publish              both
+    per publisher      frames        2,500 MPUBs     rate      CPU       rate      CPU
+    1                  any           2098          1         1         1         1
+    1                  one           2322          0.95 x    1.04 x    0.89 x    1.06 x
+    1                  two           2276          0.99 x    1.03 x    0.97 x    1.04 x
+    8                  any            318          1         1         1         1
+    8                  one            320          1.02 x    1.01 x    1.00 x    1.09 x   (medians of 10)
+    8                  two            369          1.05 x    0.96 x    1.03 x    0.98 x
+
+Gathering does not make fewer frames. With one unanswered MPUB the two publishers take turns: each
+waits for the confirmation of the other's MPUB, and each frame has one. With eight, a turn of the
+event loop already has all that has come. A primary takes 1.5 x then for publishing, and 1.4 x if the
+messages are consumed meanwhile. And between two machines publishers would wait for up to two round
+trips.
+
+Tried together with that, and within the noise:
+
+    OKs sent with the confirmation, not at the end of the turn
+    a frame sent with each large append, not at the end of the turn
+    busy-polling by the follower, for 30 or 100 us
+    no busy-polling by the primary       the rates of publishing do not change, either
+    TCP with Reno instead of BBR
+
+Where the time goes, with one unanswered MPUB per publisher: an MPUB takes 190 us. The primary runs
+for 128 us of that, waits 21 us for a core, and sleeps 41 us; the follower runs for 59 us, and both
+cores are idle for 30 % of the time. A primary that has a core to itself (`taskset`) takes 129 us, so
+other processes on its core are not the reason.
 """
 
 from __future__ import annotations

@@ -260,6 +260,16 @@ def main() -> int:
         "--single-messages", type=int, default=50_000, metavar="N", help="published one by one (%(default)s)"
     )
     parser.add_argument("--size", type=int, default=200, metavar="BYTES", help="of a message (%(default)s)")
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=1,
+        metavar="N",
+        help="MPUBs a producer may have unanswered (%(default)s)",
+    )
+    parser.add_argument(
+        "--connections", type=int, default=16, metavar="N", help="that publish one by one (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each side (%(default)s)")
     parser.add_argument(
         "--flags", default="", help="further flags of all nsqd, for instance --durability=fsync"
@@ -287,6 +297,8 @@ def main() -> int:
         messages=options.messages,
         single_messages=options.single_messages,
         size=options.size,
+        window=options.window,
+        connections=options.connections,
         latency_seconds=4.0,
     )
     print_facts(
@@ -294,7 +306,15 @@ def main() -> int:
             *describe_machine({}).items(),
             *(
                 (name, getattr(options, name))
-                for name in ("messages", "single_messages", "size", "rounds", "flags")
+                for name in (
+                    "messages",
+                    "single_messages",
+                    "size",
+                    "window",
+                    "connections",
+                    "rounds",
+                    "flags",
+                )
             ),
         ]
     )

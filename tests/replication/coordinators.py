@@ -7,9 +7,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from signal import SIGQUIT
+from tempfile import TemporaryDirectory
 
 from nsparq.fetch import FetchError, fetch
 from tests.support import wait_until
@@ -90,32 +91,36 @@ def start_postgresql(
     found = sorted(POSTGRES.glob("*/bin"))
     assert found, "PostgreSQL is missing: apt-get install postgresql"
     binaries, port = found[-1], unused_port()
-    directory.mkdir()
     as_user: list[str] = []
-    if os.getuid() == 0:
-        # It does not run as root.
-        as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
-        shutil.chown(directory, "postgres")
-        for above in directory.parents:
-            if above != Path("/") and not above.stat().st_mode & 0o001:
-                above.chmod(above.stat().st_mode | 0o001)
-    data = directory / "data"
-    initialise = [binaries / "initdb", "-D", data, "-U", "nsparq", "-A", "trust", "--no-sync", "-E", "UTF8"]
-    subprocess.run([*as_user, *map(str, initialise)], check=True, capture_output=True, cwd="/")
-    with (data / "pg_hba.conf").open("a") as access:
-        access.write("host all all samenet trust\n")
-    command = [binaries / "postgres", "-D", data, "-p", port, "-k", directory, "-h", host, "-F"]
+    with ExitStack() as stack:
+        if os.getuid() == 0:
+            # It does not run as root, and no other user may enter the directories of tests.
+            as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
+            own = TemporaryDirectory(prefix="nsparq-postgresql-", ignore_cleanup_errors=True)
+            directory = Path(stack.enter_context(own))
+            shutil.chown(directory, "postgres")
+        else:
+            directory.mkdir()
+        data = directory / "data"
+        initialise = [*as_user, str(binaries / "initdb"), "-D", str(data)]
+        subprocess.run(
+            [*initialise, *"-U nsparq -A trust --no-sync -E UTF8".split()],
+            check=True,
+            capture_output=True,
+            cwd="/",
+        )
+        with (data / "pg_hba.conf").open("a") as access:
+            access.write("host all all samenet trust\n")
+        command = [binaries / "postgres", "-D", data, "-p", port, "-k", directory, "-h", host, "-F"]
 
-    def is_ready() -> bool:
-        ready = [str(binaries / "pg_isready"), "-h", host, "-p", str(port)]
-        return subprocess.run(ready, capture_output=True).returncode == 0
+        def is_ready() -> bool:
+            ready = [str(binaries / "pg_isready"), "-h", host, "-p", str(port)]
+            return subprocess.run(ready, capture_output=True).returncode == 0
 
-    url = f"postgresql://nsparq@{host}:{port}/postgres"
-    process = CoordinatorProcess([*prefix, *as_user, *map(str, command)], url, is_ready)
-    try:
+        url = f"postgresql://nsparq@{host}:{port}/postgres"
+        process = CoordinatorProcess([*prefix, *as_user, *map(str, command)], url, is_ready)
+        stack.callback(process.kill)
         yield process
-    finally:
-        process.kill()
 
 
 @contextmanager

@@ -31,8 +31,8 @@ class Primary(PrimaryFiles):
         self._clock = clock
         super().__init__(root, self._keep)
 
-    def _keep(self, change: Change) -> int:
-        self.changes.append(change)
+    def _keep(self, pieces: list[bytes]) -> int:
+        self.changes += decode_changes(b"".join(pieces))
         self.times.append(self._clock())
         return len(self.changes)
 

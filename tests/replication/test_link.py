@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from threading import Event
+from threading import Event, get_ident
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from nsparq.replication.link import Link
 from nsparq.replication.mark import read_mark
 from nsparq.replication.membership import Membership
 from nsparq.replication.primary import Primary
-from nsparq.storage.files import Files, Work
+from nsparq.storage.files import Buffer, Files, Work
 from tests.broker.rig import Receipt, publish
 from tests.faults.power_cut import Life, QuickFiles, drop
 from tests.replication.test_applying import content
@@ -294,6 +294,62 @@ def test_only_what_promises_an_fsync_waits_for_a_follower_that_syncs_slowly(
     run(scenario())
 
 
+def test_changes_that_waited_for_a_thread_do_not_need_one(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each would make the next one wait, for as long as the primary is busy."""
+
+    received: list[bytes] = []
+
+    class NotingLink(Link):
+        def data_received(self, data: bytes) -> None:
+            received.append(data)
+            super().data_received(data)
+
+    class NotingFiles(QuickFiles):
+        def __init__(self) -> None:
+            super().__init__()
+            self.may_open = Event()
+            self.may_open.set()
+            self.writers: list[int] = []
+
+        def open(self, path: Path) -> int:
+            assert self.may_open.wait(60)
+            return super().open(path)
+
+        def write(self, fd: int, buffers: Sequence[Buffer], position: int) -> None:
+            self.writers.append(get_ident())
+            super().write(fd, buffers, position)
+
+    monkeypatch.setattr("nsparq.replication.follower.Link", NotingLink)
+
+    async def scenario() -> None:
+        async with cluster(directory) as made:
+            disk = NotingFiles()
+            (directory / "b").mkdir()
+            follower = Follower(directory / "b", "test", "b", SECRET, disk)
+            async with following(follower, made.port):
+                await until(lambda: made.asked)
+                made.grant()
+                await made.is_safe()
+                disk.may_open.clear()
+                disk.writers.clear()
+                files = made.primary.files
+                with files.opened(made.path / "file") as fd:
+                    # A frame for each.
+                    for position in range(3):
+                        await asyncio.sleep(0)
+                        received.clear()
+                        files.write(fd, [b"body"], position)
+                        await until(lambda: any(b"body" in data for data in received))
+                    disk.may_open.set()
+                    await made.is_safe()
+            assert disk.writers == [get_ident()] * 3
+            await follower.close()
+
+    run(scenario())
+
+
 def test_a_follower_whose_sync_fails_joins_anew(directory: Path) -> None:
     class FailingFiles(QuickFiles):
         is_failing = False
@@ -470,7 +526,7 @@ def test_changes_stay_in_memory_until_every_follower_has_them() -> None:
     feed = Feed(lambda: None, kept_bytes=1000)
 
     def record() -> None:
-        feed.record(Change(Kind.WRITE, 1, 0, b"x" * 100))
+        feed.record([Change(Kind.WRITE, 1, 0, b"x" * 100).encode()])
         feed.flush()
 
     for _ in range(4):

@@ -71,7 +71,7 @@ class Applier:
         self._open[change.file] = self._files.open(self._path(change.name))
 
     def _apply_write(self, change: Change) -> None:
-        self._files.write(self._fd(change), [change.data, *change.more], change.number)
+        self._files.write(self._fd(change), [change.data], change.number)
 
     def _apply_zeros(self, change: Change) -> None:
         self._files.write(self._fd(change), zeros(change.size), change.number)

@@ -12,9 +12,10 @@ removed while it is open keeps its number. Names are paths below the data path.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Final
 
 from nsparq.errors import NsparqError
 from nsparq.storage.files import Buffer
@@ -45,20 +46,19 @@ class Kind(IntEnum):
 
 
 _KINDS: Final = {int(kind): kind for kind in Kind}
+_WRITE: Final = int(Kind.WRITE)
 
 
 class BadChange(NsparqError):
     """These bytes are not a change."""
 
 
-class Change(NamedTuple):
+@dataclass(slots=True)
+class Change:
     kind: Kind
     file: int = 0
     number: int = 0
     data: Buffer = b""
-    more: tuple[bytes, ...] = ()
-    """The rest of the data, while it is in pieces: a copy of a large write costs more than the
-    rest of its way."""
 
     @classmethod
     def of_name(cls, kind: Kind, name: str, *, file: int = 0, number: int = 0) -> Change:
@@ -90,14 +90,20 @@ class Change(NamedTuple):
         data = bytes(self.data)
         return data[: self.number].decode(), data[self.number :].decode()
 
-    @property
-    def pieces(self) -> tuple[Buffer, ...]:
-        """Encoded, without a copy."""
-        size = len(self.data) + sum(map(len, self.more))
-        return _HEAD.pack(size, self.kind, self.file, self.number), self.data, *self.more
-
     def encode(self) -> bytes:
-        return b"".join(self.pieces)
+        return _HEAD.pack(len(self.data), self.kind, self.file, self.number) + self.data
+
+
+def encode_write(file: int, position: int, buffers: Sequence[Buffer]) -> list[bytes]:
+    """A WRITE in pieces: to join them costs more than the rest of their way. What may change is
+    copied."""
+    pieces, size = [b""], 0
+    for buffer in buffers:
+        piece = buffer if type(buffer) is bytes else bytes(buffer)
+        pieces.append(piece)
+        size += len(piece)
+    pieces[0] = _HEAD.pack(size, _WRITE, file, position)
+    return pieces
 
 
 def decode_changes(data: Buffer) -> Iterator[Change]:

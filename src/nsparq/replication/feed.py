@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import Final, NamedTuple
+from typing import Final
 
-from nsparq.replication.changes import Change
 from nsparq.replication.frames import encode_changes
 from nsparq.storage.files import Buffer
 
@@ -21,7 +21,8 @@ JOIN_LIMIT: Final = 16 << 10
 """Smaller blocks are joined: then a copy costs less than many pieces."""
 
 
-class Block(NamedTuple):
+@dataclass(slots=True)
+class Block:
     """Consecutive changes."""
 
     first: int
@@ -45,15 +46,16 @@ class Feed:
         self._is_awake = False
         """Whether flush() is about to be called."""
         self.kept_bytes = kept_bytes
-        self._new: deque[Change] = deque()
+        self._new: deque[list[bytes]] = deque()
         self._blocks: deque[Block] = deque()
         self._size = 0
         self._confirmed: dict[str, int] = {}
         """Changes that followers have, by name: of those that are connected, and of lost ones whose
         next change is still in memory."""
 
-    def record(self, change: Change) -> int:
-        """Gives the number of changes, with this one. One thread calls it at a time."""
+    def record(self, change: list[bytes]) -> int:
+        """Takes an encoded change. Gives the number of changes, with this one. One thread calls it
+        at a time."""
         self.recorded = number = self.recorded + 1
         self._new.append(change)
         # Behind the change, so that flush() either finds the change or is called again.
@@ -69,7 +71,7 @@ class Feed:
         if not count:
             return
         # Other threads may add more meanwhile.
-        pieces = [piece for _ in range(count) for piece in self._new.popleft().pieces]
+        pieces = [piece for _ in range(count) for piece in self._new.popleft()]
         first, self.end = self.end, self.end + count
         frame, size = encode_changes(first, pieces)
         self._blocks.append(Block(first, self.end, size, [b"".join(frame)] if size < JOIN_LIMIT else frame))

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _CATCH_UP: Final = 4 << 20
 """Bytes of changes that a follower makes before it looks for more of them."""
+_WRITES: Final = frozenset({Kind.WRITE, Kind.ZEROS})
 _AT_ONCE: Final = 1 << 20
 """Bytes of writes that the event loop makes. More would keep it from its other work."""
 
@@ -252,6 +253,10 @@ class Follower:
         link.take_at_once = self._take_at_once
         while True:
             frame = await link.take_from(SILENCE_S, FrameKind.CHANGES)
+            # This frame waited for one that needed a thread. Apply it here if possible: a thread
+            # would make the next frame wait, too, and so on as long as the primary is busy.
+            if self._take_at_once(frame):
+                continue
             self._is_busy = True
             await asyncio.to_thread(self._apply, frame.rest, frame.number)
             self._confirm()
@@ -264,7 +269,7 @@ class Follower:
         if self._is_busy or frame.kind is not FrameKind.CHANGES or len(frame.data) > _AT_ONCE:
             return False
         changes = [*decode_changes(frame.rest)]
-        if any(change.kind not in (Kind.WRITE, Kind.ZEROS) for change in changes):
+        if not _WRITES.issuperset([change.kind for change in changes]):
             return False
         # A thread of an earlier connection may still be at work.
         if not self._lock.acquire(blocking=False):

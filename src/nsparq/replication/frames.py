@@ -16,8 +16,9 @@ import hmac
 import json
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from crc32c import crc32c
 
@@ -61,7 +62,8 @@ class BadFrame(NsparqError):
     """The peer broke the protocol."""
 
 
-class Frame(NamedTuple):
+@dataclass(slots=True)
+class Frame:
     kind: FrameKind
     data: Buffer = b""
     """A view of what was received, in a frame that was."""
@@ -145,25 +147,25 @@ class FrameReader:
             if len(self._begun) < self._wanted:
                 return
             received, self._begun = self._begun, bytearray()
-        view, start = memoryview(received), 0
-        while True:
-            rest = len(view) - start
+        view, start, end = memoryview(received), 0, len(received)
+        while start < end:
             self._wanted = _HEAD.size
-            if rest >= _HEAD.size:
+            if end - start >= _HEAD.size:
                 size, crc = _HEAD.unpack_from(view, start)
                 if not 0 < size <= self.limit:
                     raise BadFrame(f"a frame of {size} bytes")
                 self._wanted += size
-            if rest < self._wanted or not rest:
+            if end - start < self._wanted:
                 self._begun += view[start:]
                 return
             content = view[start + _HEAD.size : start + self._wanted]
             start += self._wanted
             if crc32c(content) != crc:
                 raise BadFrame("checksum mismatch")
-            if content[0] not in _KINDS:
+            kind = _KINDS.get(content[0])
+            if kind is None:
                 raise BadFrame(f"a frame of the unknown kind {content[0]}")
-            yield Frame(_KINDS[content[0]], content[1:])
+            yield Frame(kind, content[1:])
 
 
 _KINDS: Final = {int(kind): kind for kind in FrameKind}

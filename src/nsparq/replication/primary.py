@@ -229,7 +229,7 @@ class Primary:
             if frame.kind is FrameKind.CONFIRM:
                 if self._followers.get(follower.name) is not follower:
                     raise ConnectionResetError("it has connected again")
-                progress, follower.confirmed_s = Progress(*frame.numbers), self._loop.time()
+                progress, follower.confirmed_s = Progress._make(frame.numbers), self._loop.time()
                 if not is_caught_up and progress.made >= position:
                     is_caught_up = True
                     self.acknowledging.caught_up(follower.name, follower.copy, progress)

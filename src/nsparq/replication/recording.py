@@ -19,11 +19,12 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from nsparq.replication.changes import Change, Kind
+from nsparq.replication.changes import Change, Kind, encode_write
 from nsparq.storage.files import Buffer, Files, count_zeros
 
-Record = Callable[[Change], int]
-"""Takes the next change, and gives its number. Several threads call it, one at a time."""
+Record = Callable[[list[bytes]], int]
+"""Takes the next change, encoded, in pieces, and gives its number. Several threads call it, one at
+a time."""
 IN_ORDER: Final = 1
 """A sync that a follower makes before it goes on with the next change."""
 
@@ -59,10 +60,13 @@ class PrimaryFiles(Files):
             return path.relative_to(self._root).as_posix()
         return None
 
+    def _add(self, change: Change) -> int:
+        return self._record([change.encode()])
+
     def _record_name(self, kind: Kind, path: Path, number: int = 0) -> int:
         """Gives the number of the change; 0 if there is none."""
         name = self._name(path)
-        return 0 if name is None else self._record(Change.of_name(kind, name, number=number))
+        return 0 if name is None else self._add(Change.of_name(kind, name, number=number))
 
     # files
 
@@ -73,7 +77,7 @@ class PrimaryFiles(Files):
             if name is not None:
                 self._numbers[fd] = number = next(self._next_number)
                 self._descriptors[number] = 1
-                self._record(Change.of_name(Kind.OPEN, name, file=number))
+                self._add(Change.of_name(Kind.OPEN, name, file=number))
             return fd
 
     def open_read(self, path: Path) -> int:
@@ -102,7 +106,7 @@ class PrimaryFiles(Files):
                 self._descriptors[number] -= 1
                 if not self._descriptors[number]:
                     del self._descriptors[number]
-                    self._record(Change(Kind.CLOSE, number))
+                    self._add(Change(Kind.CLOSE, number))
 
     def write(self, fd: int, buffers: Sequence[Buffer], position: int) -> None:
         with self._lock:
@@ -116,22 +120,22 @@ class PrimaryFiles(Files):
 
     def _record_write(self, fd: int, buffers: Sequence[Buffer], position: int) -> None:
         number = self._numbers.get(fd)
-        if number is not None:
-            # What may change is copied, and zeros for what comes later are not sent.
-            count = count_zeros(buffers)
-            content = buffers[: len(buffers) - count] if count else buffers
-            first, *more = [one if type(one) is bytes else bytes(one) for one in content]
-            self._record(Change(Kind.WRITE, number, position, first, tuple(more)))
-            if count:
-                behind = position + sum(map(len, content))
-                self._record(Change.zeros(number, behind, sum(map(len, buffers[-count:]))))
+        if number is None:
+            return
+        # Zeros for what comes later are not sent.
+        count = count_zeros(buffers)
+        content = buffers[: len(buffers) - count] if count else buffers
+        self._record(encode_write(number, position, content))
+        if count:
+            behind = position + sum(map(len, content))
+            self._add(Change.zeros(number, behind, sum(map(len, buffers[-count:]))))
 
     def truncate(self, fd: int, size: int) -> None:
         with self._lock:
             super().truncate(fd, size)
             number = self._numbers.get(fd)
             if number is not None:
-                self._record(Change(Kind.TRUNCATE, number, size))
+                self._add(Change(Kind.TRUNCATE, number, size))
 
     def sync(self, fd: int) -> None:
         self._sync(fd, self.await_synced)
@@ -145,9 +149,9 @@ class PrimaryFiles(Files):
             number, name = self._numbers.get(fd), self._read_names.get(fd)
             recorded = 0
             if number is not None:
-                recorded = self._record(Change(Kind.SYNC, number, order))
+                recorded = self._add(Change(Kind.SYNC, number, order))
             elif name is not None:
-                recorded = self._record(Change.of_name(Kind.SYNC_NAMED, name, number=order))
+                recorded = self._add(Change.of_name(Kind.SYNC_NAMED, name, number=order))
         super().sync(fd)
         if wait is not None and recorded:
             wait(recorded)
@@ -169,7 +173,7 @@ class PrimaryFiles(Files):
             super().rename(source, target)
             first, second = self._name(source), self._name(target)
             assert first is not None and second is not None, "a name may not leave the data path"
-            self._record(Change.rename(first, second))
+            self._add(Change.rename(first, second))
 
     def make_directory(self, path: Path) -> None:
         with self._lock:
