@@ -83,8 +83,9 @@ endif
 pytest-spark:
 	$(BIN)/python -m pytest -q -m spark_session $(SPARK_TESTS)
 
+# Spark's tests are one process. It has the higher priority, so that it is not left alone at the end.
 pytest-rest:
-	$(BIN)/python -m pytest -q $(PARALLEL) -m 'not spark_session'
+	nice -n 2 $(BIN)/python -m pytest -q $(PARALLEL) -m 'not spark_session'
 
 pytest-pure:
 	NSPARQ_NO_EXTENSIONS=1 $(BIN)/python -m pytest -q $(PURE_TESTS)

@@ -22,6 +22,7 @@ from xdist.scheduler import LoadFileScheduling
 from tests.support.examples import examples
 from tests.support.spark import spark as spark
 from tests.support.spark import spark_session as spark_session
+from tests.support.spark import spark_settings as spark_settings
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 BROWSER = "tests/browser/"

@@ -281,6 +281,14 @@ def test_every_flag_named_alone_is_known_to_some_program(page: Path) -> None:
 
 
 @each_page
+def test_a_page_whose_commands_need_files_of_deploy_says_how_to_get_them(page: Path) -> None:
+    """An installed package has them, and there may be no clone."""
+    lines = "".join(blocks(page, "sh", "console"))
+    if re.search(r"(?<![\w/.-])deploy/\w", lines):
+        assert "nsparq deploy --write deploy" in page.read_text(encoding="utf-8")
+
+
+@each_page
 def test_docs_have_no_path_of_a_machine(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     found = [match for match in ABSOLUTE.findall(text) if not ALLOWED.match(match)]

@@ -15,6 +15,9 @@ ROOT = Path(__file__).parents[1]
 MEASURED = re.compile(
     r"\d[\d.,]* ?(?:[kM]/s|(?:k |million )?(?:rows|messages)/s|million (?:rows |messages )?a second)"
     r"|\d+ MiB with (?:1|5|one|five) million"
+    # In a table the unit may be in another column.
+    r"|million messages waiting[^|\n]*\| *\d+ MiB|\d[\d.,]* million *\|"
+    r"|\d[\d.,]* (?:million )?instead of \d[\d.,]*(?: million)?"
 )
 # Measurements that are on one page only, with their own command.
 ELSEWHERE = {"internals/delivery.md", "internals/storage.md", "client.md", "nsqadmin.md"}
@@ -26,6 +29,21 @@ def test_a_page_has_the_figures_of_the_runs_and_no_others(page: Path) -> None:
     assert figures.filled(text) == text, "run python -m benchmarks.figures"
     if page.relative_to(ROOT).as_posix().removeprefix("docs/") not in ELSEWHERE:
         assert MEASURED.findall(figures.without_figures(text)) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "- **Memory does not grow with the backlog**: 48 MiB with one million messages waiting",
+        "| nsqd, with 1 or 5 million messages waiting on disk | 44 MiB | `make bench` |",
+        "| publish in batches | 2,369 k/s | 1,508 k/s |",
+        "| published in MPUBs of 200 | 2.9 million |",
+        "a pair publishes less than a single nsqd (880,000 instead of 2.5 million)",
+    ],
+)
+def test_a_figure_that_is_written_by_hand_is_found(line: str) -> None:
+    """Two pages gave different figures for the same thing."""
+    assert MEASURED.search(line)
 
 
 @pytest.mark.parametrize("path", sorted(figures.RESULTS.glob("*.json")), ids=lambda path: path.stem)

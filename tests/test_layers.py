@@ -26,7 +26,7 @@ BASE = {
     "packed",
     "version",
 }
-DAEMON = {"addresses", "http", "listening", "logs", "option_table", "process"}
+DAEMON = {"addresses", "daemon_options", "http", "listening", "logs", "option_table", "process", "tasks"}
 MAY_IMPORT = {
     "private_random": set(),
     "dead_letter": set(),
@@ -43,11 +43,14 @@ MAY_IMPORT = {
     "delivery_policy": {"flags", "names", "private_random"},
     "addresses": set(),
     "listening": set(),
+    "status_server": {"addresses", "errors", "listening", "version"},
     "secret_scope": {"addresses"},
+    "tasks": set(),
     "logs": set(),
     "malloc": set(),
     "option_table": {"errors", "flags", "version"},
-    "options": {"errors", "flags", "option_table"},
+    "daemon_options": {"option_table"},
+    "options": {"daemon_options", "errors", "flags", "option_table"},
     "process": {"errors", "logs", "option_table"},
     "fetch": {"errors"},
     "http": {"errors", "listening"},
@@ -80,7 +83,18 @@ MAY_IMPORT = {
     # It uses the server's policy file, which has the permissions for both.
     "admin": BASE | DAEMON | {"delivery_policy", "fetch", "flags", "secret_scope", "server", "storage"},
     "testing": BASE
-    | {"addresses", "broker", "client", "lookup", "options", "pipeline", "process", "server", "spark"},
+    | {
+        "addresses",
+        "broker",
+        "client",
+        "lookup",
+        "options",
+        "pipeline",
+        "process",
+        "server",
+        "spark",
+        "tasks",
+    },
     # Runs in Spark's processes: it talks to daemons, and knows the format of the log.
     "spark": BASE
     | {
@@ -98,11 +112,12 @@ MAY_IMPORT = {
         "wire",
     },
     "pipeline": BASE
-    | {"addresses", "client", "fetch", "flags", "http", "logs", "option_table", "spark", "wire"},
+    | {"addresses", "client", "fetch", "flags", "logs", "option_table", "spark", "status_server", "wire"},
     "tools": BASE
     | {
         "addresses",
         "client",
+        "daemon_options",
         "delivery_policy",
         "fetch",
         "flags",
@@ -112,12 +127,13 @@ MAY_IMPORT = {
         "pipeline",
         "server",
         "spark",
+        "tasks",
     },
     # Starts the others as processes; it reads the pipeline files that it passes on.
-    "up": BASE | {"addresses", "fetch", "flags", "listening", "logs", "pipeline", "tools"},
+    "up": BASE | {"addresses", "fetch", "flags", "listening", "logs", "pipeline", "tasks", "tools"},
     # Uses how `up` ends children with their parent.
-    "runner": BASE | {"addresses", "client", "flags", "listening", "logs", "up"},
-    "demo": BASE | {"addresses", "client", "fetch", "up"},
+    "runner": BASE | {"addresses", "client", "flags", "logs", "status_server", "up"},
+    "demo": BASE | {"addresses", "client", "fetch", "tasks", "up"},
 }
 
 

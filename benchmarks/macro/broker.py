@@ -164,11 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
         for name, load in selected.items():
             run_load(name, load, sides, crew, parameters, results)
     print_table(results)
-    for failure in results.failures:
-        print(f"FAILED: {failure}")
-    if options.json:
-        results.write_json(options.json, parameters, machine)
-    return 1 if results.failures else 0
+    return results.finish(options.json, parameters, machine)
 
 
 if __name__ == "__main__":

@@ -245,11 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
                 shown = ", ".join(f"{name}: {value:,.1f} {unit}" for name, (value, unit) in figures.items())
                 print(f"round {number + 1}, {side:>4}: {shown}", file=sys.stderr)
     print_table(results)
-    for failure in results.failures:
-        print(f"FAILED: {failure}")
-    if options.json:
-        results.write_json(options.json, parameters, machine)
-    return 1 if results.failures else 0
+    return results.finish(options.json, parameters, machine)
 
 
 if __name__ == "__main__":

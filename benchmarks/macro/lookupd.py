@@ -282,12 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
                 except (BrokerFailed, OSError, AssertionError) as error:
                     results.failures.append(f"{side}, round {number + 1}: {error}")
     print_table(results)
-    for failure in results.failures:
-        print(f"FAILED: {failure}")
-    if options.json:
-        whole = {name: vars(row) for name, row in results.rows.items()}
-        options.json.write_text(json.dumps({"machine": machine, **parameters, "figures": whole}, indent=2))
-    return 1 if results.failures else 0
+    return results.finish(options.json, {**parameters, "rounds": options.rounds}, machine)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,16 @@ class Results:
         }
         path.write_text(json.dumps(whole, indent=2) + "\n")
 
+    def finish(
+        self, path: Path | None, parameters: Parameters | dict[str, object], machine: dict[str, str]
+    ) -> int:
+        """Print the failures, and write the JSON if there is a path. Returns the status for exit()."""
+        for failure in self.failures:
+            print(f"FAILED: {failure}")
+        if path:
+            self.write_json(path, parameters, machine)
+        return 1 if self.failures else 0
+
 
 def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None

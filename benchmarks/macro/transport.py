@@ -249,11 +249,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     print_table(rates)
     print_costs(results, transports, kinds, list(sides))
-    for failure in results.failures:
-        print(f"FAILED: {failure}")
-    if options.json:
-        results.write_json(options.json, parameters, machine)
-    return 1 if results.failures else 0
+    return results.finish(options.json, parameters, machine)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from nsparq.pipeline.execute.progress import Figures, State
-from nsparq.pipeline.execute.status import Endpoint, Status
+from nsparq.pipeline.execute.status import Status, serve
 from tests.admin.support import AdminThread, join
 from tests.replication.cluster import run_cluster
 from tests.replication.coordinators import run_etcd
 from tests.support import BrokerThread
 from tests.support.lookupd import start_lookupd
+from tests.support.polling import DEADLINE
 
 from .promql import OF_COUNTERS, OF_GAUGES, Expression, parse
 
@@ -91,9 +92,9 @@ def cluster_metrics(directory: Path) -> str:
 
 def pipeline_metrics() -> str:
     figures = Figures("shop", state=State.RUNNING, lag=5, catch_up_seconds=0.0, last_batch=time.time())
-    endpoint = Endpoint("127.0.0.1:0", Status("shop.toml", [figures], time.time()))
+    endpoint = serve("127.0.0.1:0", Status("shop.toml", [figures], time.time()))
     try:
-        with urlopen(f"http://{endpoint.address}/metrics", timeout=10) as answer:
+        with urlopen(f"http://{endpoint.address}/metrics", timeout=DEADLINE) as answer:
             return str(answer.read().decode())
     finally:
         endpoint.close()

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from nsparq.pipeline.execute.progress import Figures, State
-from nsparq.pipeline.execute.status import Endpoint, Status
+from nsparq.pipeline.execute.status import Status, serve
 from tests.admin.support import AdminThread
 from tests.support import BrokerProcess, BrokerThread, TestBroker, wait_until
 from tests.support.lookupd import LookupdThread
@@ -177,9 +177,9 @@ class Trouble:
         names = ("down", "failing", "stuck", "behind", "undecodable")
         self.pipelines = {name: Figures(name, state=State.RUNNING) for name in names}
         status = Status("shop.toml", [*self.pipelines.values()], time.time())
-        self.runner = Endpoint("127.0.0.1:0", status)
+        self.runner = serve("127.0.0.1:0", status)
         stack.callback(self.runner.close)
-        self.lost_runner = Endpoint("127.0.0.1:0", status)
+        self.lost_runner = serve("127.0.0.1:0", status)
 
     @property
     def targets(self) -> dict[str, list[str]]:

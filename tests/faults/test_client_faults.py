@@ -89,7 +89,7 @@ class Account:
     def is_settled(self) -> bool:
         return self.acknowledged <= set(self.handled)
 
-    async def settle(self, within: float = 20.0) -> None:
+    async def settle(self, within: float = DEADLINE) -> None:
         """Have a consumer that nothing happens to take the rest; then all that was promised was
         kept."""
         config = Config(**QUICK)
@@ -120,7 +120,7 @@ def test_nsqd_killed_and_restarted_under_load() -> None:
         account = Account(process, "t")
 
         async def main() -> None:
-            config = Config(**QUICK, publish_timeout=10)
+            config = Config(**QUICK, publish_timeout=DEADLINE)
             is_over = False
 
             async def publish(producer: Producer, name: int) -> None:
@@ -539,7 +539,7 @@ def test_publishes_cancelled_at_any_point(
     chance = random.Random(seed)
 
     async def main() -> None:
-        config = Config(**QUICK, publish_timeout=5)
+        config = Config(**QUICK, publish_timeout=DEADLINE)
         async with Producer(
             proxy.address, config=config, retry=seed % 2 == 0, max_pending=chance.choice([1, 3, 1000])
         ) as producer:

@@ -333,5 +333,6 @@ def test_two_worker_processes_of_the_example_lose_nothing_when_one_is_killed(
             status = workers.wait(DEADLINE)
     said = output.read_text()
     assert status == 0, said
-    assert {*re.findall(r"^welcome, (\d+)", said, re.M)} == {str(number) for number in range(200)}
+    # Lines of two processes may begin in the middle of one another.
+    assert {*re.findall(r"welcome, (\d+)", said)} == {str(number) for number in range(200)}
     assert "come back, Ada" in said

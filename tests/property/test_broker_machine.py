@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from dataclasses import replace
@@ -543,10 +544,10 @@ class BrokerMachine(RuleBasedStateMachine):
         self.known_letters[name, body] += 1
         self.abandoned.discard((name, body))
 
-    def abandon(self, name: str) -> None:
-        """The messages of a channel are dropped or begun anew, whatever is on the way."""
+    def abandon(self, name: str, sequence: int = sys.maxsize) -> None:
+        """The messages of a channel before `sequence` are dropped or begun anew, whatever is on the way."""
         for body, entry in self.model.channels[name].entries.items():
-            if entry.state is State.GIVEN_UP:
+            if entry.state is State.GIVEN_UP and self.log[body][0] < sequence:
                 self.abandoned.add((name, body))
 
     @precondition(lambda self: self.holders())
@@ -724,7 +725,7 @@ class BrokerMachine(RuleBasedStateMachine):
             with pytest.raises(OffsetAhead):
                 channel.commit(sequence)
             return
-        self.abandon(name)
+        self.abandon(name, sequence)
         channel.commit(sequence)
         assert channel.cursor.position == max(cursor, sequence)
         model.commit({body for body, (number, _) in self.log.items() if number < sequence})

@@ -11,7 +11,7 @@ says, in an empty folder:
   with `$ `.
 - The lines behind such a line are its output. `…` stands for any text, and VARIES says which numbers differ.
 - A `toml` block without a name is a part of a file that a command has written.
-- `pip install '.[server]'`, or `'nsparq[server]'`, installs the wheel.
+- `pip install '.[server]'` installs the wheel. Anything else that pip is told to install, it must find.
 
 The pages use the standard ports, so all this runs in a network namespace of its own.
 """
@@ -260,7 +260,7 @@ def install(page: str, wheel: Path, programs: Path) -> None:
     strict = "pip install --only-binary=:all: --no-binary=pyspark"
     for step in read_page((ROOT / page).read_text("utf-8")):
         if isinstance(step, Command) and step.is_install:
-            command = re.sub(r"(?<=['\s])(?:\.|nsparq)(?=\[|$)", str(wheel), step.text)
+            command = re.sub(r"(?<=['\s])\.(?=\[|$)", str(wheel), step.text)
             print(f"$ {command}", flush=True)
             subprocess.run(command.replace("pip install", strict), shell=True, check=True, env=variables)
 

@@ -29,11 +29,12 @@ from tests.release.follow import (
 )
 from tests.release.follow import Command as Shown
 from tests.support import namespaces
-from tests.test_docs_links import links
+from tests.test_docs_links import commands, links
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 FOR_DEVELOPERS = {"test", "docs"}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +143,13 @@ def test_all_is_the_union_of_the_other_extras() -> None:
     assert match and {*match[1].split(",")} == {*EXTRAS} - {"all"} - FOR_DEVELOPERS
 
 
+def test_the_page_about_installing_has_every_extra() -> None:
+    page = (ROOT / "docs/how-to/install.md").read_text("utf-8")
+    table = page[page.index("| extra |") :].partition("\n\n")[0]
+    listed = {name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert listed == {*EXTRAS} - FOR_DEVELOPERS
+
+
 def test_every_package_that_an_extra_names_is_pinned() -> None:
     named = {re.split(r"[\[><=;]", one)[0] for one in chain.from_iterable(EXTRAS.values())} - {"nsparq"}
     pinned = {
@@ -190,8 +198,17 @@ def test_a_page_can_be_followed_word_by_word(page: str, programs: Path) -> None:
     run(*command_to_follow(programs, page), cwd=ROOT, PYTHONPATH=f"{ROOT}:{ROOT / 'src'}")
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_page_installs_nsparq_from_an_index_that_does_not_have_it(page: Path) -> None:
+    """There is no release. Who registers the name first decides what such a command installs."""
+    named = [one for one in commands(page) if re.search(r"\bpip install\b.* '?nsparq\b(?!-)", one)]
+    assert named == (["pip install nsparq"] if page.name == "install.md" else []), (
+        "say '.[extra]', in a clone"
+    )
+
+
 def test_every_extra_that_the_pages_install_exists() -> None:
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+    for page in PAGES:
         for extras in re.findall(r"(?:nsparq|'\.)\[([a-z,]+)\]", page.read_text("utf-8")):
             assert {*extras.split(",")} <= {*EXTRAS}, page
 

@@ -1,11 +1,13 @@
 """An auth server in a thread, with answers that the test chooses.
 
-with AuthServer() as server:            AuthServer(tls=context) speaks HTTPS
-server.grant(entry("^t$", "publish"), ttl=60, identity="me")      the answer to all further queries
-server.answer(b"no", status=500)                                  any other answer server.address,
-server.url          for --auth-http-address server.queries                      the queries:
-Query(method, path, fields, headers, body) server.stalled.set()                accept connections
-but do not answer until it is cleared
+with AuthServer() as server:        AuthServer(tls=context) speaks HTTPS
+    server.grant(entry("^t$", "publish"), ttl=60, identity="me")
+                                    the answer to all further queries
+    server.answer(b"no", status=500)
+                                    any other answer
+    server.address, server.url      for --auth-http-address
+    server.queries                  the queries: Query(method, path, fields, headers, body)
+    server.stalled.set()            accept connections, but do not answer until it is cleared
 """
 
 from __future__ import annotations

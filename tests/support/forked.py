@@ -174,6 +174,7 @@ def main() -> None:
         load_runner(partial(importlib.import_module, late))
     for module in TOOLS:
         importlib.import_module(module)
+    _compile_templates()
     _requests.close()
     _requests_end.close()
     requests = socket.socket(fileno=0)
@@ -203,6 +204,15 @@ def main() -> None:
             for file in files:
                 os.close(file)
             _report(pid=pid)
+
+
+def _compile_templates() -> None:
+    """Those of nsqadmin's pages. Their code is kept for all environments of a process."""
+    from nsparq.admin.show.templating import Assets, make_environment
+
+    environment = make_environment(Assets(""), "")
+    for name in environment.list_templates():
+        environment.get_template(name)
 
 
 def _become(module: str, arguments: list[str], is_strict: bool, directory: str, files: list[int]) -> None:

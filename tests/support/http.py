@@ -1,13 +1,17 @@
 """A raw HTTP/1.1 client: tests send bytes and read whole answers.
 
-with HttpConnection(address) as connection:                address: (host, port) or the path of a
-Unix socket connection.request("POST", "/pub?topic=t", b"body")    -> Answer(status, reason,
-headers, body) connection.request("POST", "/pub?topic=t", [b"bo", b"dy"])     a list of pieces goes
-out chunked connection.send(b"GET /ping HTTP/1.1\r\n")             raw bytes, in any pieces
-connection.read_answer(), connection.expect_closed() HttpConnection(address, tls=context) speaks
-TLS. Connections are kept alive by default.
+with HttpConnection(address) as connection:
+                                    address: (host, port) or the path of a Unix socket
+    connection.request("POST", "/pub?topic=t", b"body")
+                                    -> Answer(status, reason, headers, body)
+    connection.request("POST", "/pub?topic=t", [b"bo", b"dy"])
+                                    a list of pieces is sent chunked
+    connection.send(b"GET /ping HTTP/1.1\r\n")
+                                    raw bytes, in any pieces
+    connection.read_answer(), connection.expect_closed()
 
-It shares no code with the package under test and corrects nothing. Every read has a deadline.
+HttpConnection(address, tls=context) speaks TLS. Connections are kept alive by default. The client
+shares no code with the package under test and corrects nothing. Every read has a deadline.
 """
 
 from __future__ import annotations

@@ -1,18 +1,22 @@
-"""nsqlookupd for tests, in a thread of this process or as a real process, and a raw connection to
-it.
+"""nsqlookupd for tests, in a thread of this process or as a real process, and a raw connection to it.
 
-LookupdThread(**flags), LookupdProcess(**flags)     flags in snake_case, floats are seconds; context
-managers start() stop() restart() close()        like BrokerThread and BrokerProcess connect() ->
-LookupdConnection          a V1 connection that has sent only its magic peer(**fields) ->
-LookupdConnection     one that has identified itself as an nsqd get(path, **query), post(path,
-**query) HTTP; the body of a 200, parsed if it is JSON lookup(topic) nodes() topics()
-channels(topic) debug() request(method, target)                 the answer, with any status
-LookupdConnection identify(**fields) -> dict              with NSQD's fields unless given; None
-leaves one out register(topic, channel="") unregister(topic, channel="") ping()        wait for OK
-command(...) read_reply() -> bytes      expect_reply(data) expect_fatal(text) expect_closed()
+LookupdThread(**flags), LookupdProcess(**flags)
+                                    context managers; flags in snake_case, floats are seconds
+    start()  stop()  restart()  close()         like BrokerThread and BrokerProcess
+    connect() -> LookupdConnection  a V1 connection that has sent only its magic
+    peer(**fields) -> LookupdConnection         one that has identified itself as an nsqd
+    get(path, **query), post(path, **query)     the body of a 200, parsed if it is JSON
+    lookup(topic)  nodes()  topics()  channels(topic)  debug()
+    request(method, target)         the answer, with any status
+LookupdConnection
+    identify(**fields) -> dict      with NSQD's fields unless given; None leaves one out
+    register(topic, channel="")  unregister(topic, channel="")  ping()      wait for OK
+    command(...)  read_reply() -> bytes
+    expect_reply(data)  expect_fatal(text)  expect_closed()
 
-start_lookupd(**flags), start_lookupd_process(**flags)      ours, or the nsqlookupd named by the
-environment variable NSPARQ_TEST_NSQLOOKUPD=/path/to/nsqlookupd (is_reference is then True).
+start_lookupd(**flags), start_lookupd_process(**flags)
+    Ours, or the nsqlookupd named by the environment variable
+    NSPARQ_TEST_NSQLOOKUPD=/path/to/nsqlookupd (is_reference is then True).
 """
 
 from __future__ import annotations

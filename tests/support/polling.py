@@ -20,6 +20,8 @@ _numbers = itertools.count(1)
 DEADLINE = 60.0
 """Seconds until a test gives up waiting. Less than pytest's limit for a test, so that the test can
 report what it waited for."""
+SPARK_DEADLINE = 240.0
+"""The same for what Spark does: it starts Java and Python processes, and compiles each query."""
 
 
 def wait_until(

@@ -1,19 +1,26 @@
 """A fake nsqd on the test's event loop. It replies as the test says and records all commands.
 
-async with ScriptedNsqd() as nsqd: nsqd.address                        for the client nsqd.commands
-every command of every connection, in order: "IDENTIFY", "SUB t ch", "RDY 5", "FIN 000…1", "PUB t";
-NOP is left out await nsqd.told("RDY 5", "FIN x")   wait until the next commands are exactly these
-peer = await nsqd.peer()            the first connection; peer(2) is the second one
-peer.send_message("m1", b"body", attempts=1)    ids are padded to 16 characters, see message_id()
-peer.send_response(b"…") peer.send_error("E_…") peer.send_bytes(b"…") peer.commands peer.bodies
-of this connection alone; bodies of IDENTIFY, AUTH and publishes peer.is_reading = False
-stop reading peer.close() peer.abort()           end of stream; reset nsqd.refuse() await
-nsqd.listen()   refuse connections; accept them again, on the same port
+async with ScriptedNsqd() as nsqd:
+    nsqd.address                    for the client
+    nsqd.commands                   every command of every connection, in order: "IDENTIFY",
+                                    "SUB t ch", "RDY 5", "FIN 000…1", "PUB t"; NOP is left out
+    await nsqd.told("RDY 5", …)     wait until the next commands are exactly these
+    peer = await nsqd.peer()        the first connection; peer(2) is the second one
+    peer.send_message("m1", b"body", attempts=1)
+                                    ids are padded to 16 characters, see message_id()
+    peer.send_response(b"…"), peer.send_error("E_…"), peer.send_bytes(b"…")
+    peer.commands, peer.bodies      of this connection; bodies of IDENTIFY, AUTH and publishes
+    peer.is_reading = False         stop reading
+    peer.close(), peer.abort()      end of stream; reset
+    nsqd.refuse()                   refuse connections
+    await nsqd.listen()             accept them again, on the same port
 
-ScriptedNsqd(identify={…}, **replies)   changed fields of the reply to IDENTIFY; bytes for another
-reply `sub`, `cls`, `publish`, `auth`     the replies to these: bytes for a response, a text for an
-error, None for no reply, or a function of the command that returns one of them tls=context
-an SSL context: offered, and started after IDENTIFY
+ScriptedNsqd(identify={…}, **replies)
+    identify                        changed fields of the reply to IDENTIFY, or another reply
+    sub, cls, publish, auth         the replies to these: bytes for a response, a text for an
+                                    error, None for no reply, or a function of the command that
+                                    returns one of them
+    tls=context                     an SSL context: offered, and started after IDENTIFY
 """
 
 from __future__ import annotations
@@ -27,6 +34,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .aio import until
+from .polling import DEADLINE
 
 RESPONSE, ERROR, MESSAGE, MESSAGE_WITH_HEADERS = 0, 1, 2, 3
 Reply = bytes | str | None | Callable[[str], "bytes | str | None"]
@@ -211,14 +219,14 @@ class ScriptedNsqd:
             writer.transport.abort()
             self._tasks.discard(task)
 
-    async def peer(self, number: int = 1, *, within: float = 15.0) -> Peer:
+    async def peer(self, number: int = 1, *, within: float = DEADLINE) -> Peer:
         """The connection of this number, once it has sent a command."""
         await until(lambda: len(self.peers) >= number, within=within, what=f"connection {number}")
         peer = self.peers[number - 1]
         await until(lambda: peer.commands, within=within, what=f"IDENTIFY of connection {number}")
         return peer
 
-    async def told(self, *commands: str, within: float = 15.0) -> None:
+    async def told(self, *commands: str, within: float = DEADLINE) -> None:
         expected = list(commands)
 
         def new() -> list[str]:
