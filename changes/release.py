@@ -1,6 +1,7 @@
 """`make release VERSION=0.2.0`: set the version and move the notes of changes/ into CHANGELOG.md.
 
-It changes files and nothing else: look at the result, commit it, and tag it (docs/how-to/releasing.md).
+It changes files and nothing else: look at the result, commit it, and tag it
+(docs/how-to/releasing.md).
 """
 
 from __future__ import annotations

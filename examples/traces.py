@@ -1,4 +1,5 @@
-"""Traces with OpenTelemetry: a request, the message that it publishes, and its handler are one trace."""
+"""Traces with OpenTelemetry: a request, the message that it publishes, and its handler are one
+trace."""
 
 import asyncio
 

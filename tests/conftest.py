@@ -1,6 +1,8 @@
-"""Guards over every test: nothing is left running or open, and on the build server nothing is skipped.
+"""Guards over every test: nothing is left running or open, and on the build server nothing is
+skipped.
 
-Warnings are errors (pyproject.toml), which already finds files and sockets dropped without being closed.
+Warnings are errors (pyproject.toml), which already finds files and sockets dropped without being
+closed.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay until the end. Without them a collection of garbage takes milliseconds, not a
-    second."""
+    """Modules and tests stay until the end. Without them a collection of garbage takes
+    milliseconds, not a second."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -86,7 +88,8 @@ class _ByFile(LoadFileScheduling):
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """On the build server a test that lacks what it needs has failed."""
     report = yield
-    # Log lines may hold bytes of a client's that are no text; a worker could not send them to the others.
+    # Log lines may hold bytes of a client's that are no text; a worker could not send them to the
+    # others.
     report.sections = [
         (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
     ]
@@ -139,7 +142,8 @@ def _leftovers(threads_before: set[threading.Thread], sockets_before: set[str]) 
     threads = _threads() - threads_before
     sockets = _sockets() - sockets_before
     if any(thread.daemon for thread in threading.enumerate()):
-        # A broker shared by many tests runs in a daemon thread; its pool and its sockets come and go.
+        # A broker shared by many tests runs in a daemon thread; its pool and its sockets come and
+        # go.
         threads = {thread for thread in threads if not _is_pool_worker(thread)}
         sockets = set()
     return [*(f"thread {thread.name}" for thread in threads), *sorted(sockets)]
@@ -147,7 +151,8 @@ def _leftovers(threads_before: set[threading.Thread], sockets_before: set[str]) 
 
 @pytest.fixture(autouse=True)
 def nothing_left_over(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves threads or sockets behind, or errors that only the event loop noticed."""
+    """Fail a test that leaves threads or sockets behind, or errors that only the event loop
+    noticed."""
     if request.node.get_closest_marker("allow_leftovers"):
         yield
         return
@@ -182,7 +187,8 @@ def root_logger_restored() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def logs_unconfigured() -> Iterator[None]:
-    """A main has them written to what stood for standard error in its test, which is closed by now."""
+    """A main has them written to what stood for standard error in its test, which is closed by
+    now."""
     root = logging.getLogger()
     level = root.level
     yield

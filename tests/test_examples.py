@@ -463,8 +463,8 @@ def test_django(
 
 
 def examples() -> list[str]:
-    # tests/pipeline has those of Spark, test_examples.py, and those that read a table, test_table.py.
-    # tests/integrations/test_taskiq.py has that of taskiq.
+    # tests/pipeline has those of Spark, test_examples.py, and those that read a table,
+    # test_table.py. tests/integrations/test_taskiq.py has that of taskiq.
     of_others = ("pipelines/", "declarative/", "tutorial_spark/", "notebook_spark.py", "table/", "taskiq/")
     names = (str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py"))
     return sorted(name for name in names if not name.startswith(of_others))

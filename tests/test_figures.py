@@ -1,4 +1,5 @@
-"""Figures in the documentation come from benchmark runs, so that no two pages contradict each other."""
+"""Figures in the documentation come from benchmark runs, so that no two pages contradict each
+other."""
 
 from __future__ import annotations
 

@@ -484,7 +484,8 @@ class TestMessagesOfAClient:
         threshold = gc.get_threshold()
         gc.collect()
         try:
-            # Before 3.12 any allocation may start the collector: here the first, the second, and so on.
+            # Before 3.12 any allocation may start the collector: here the first, the second, and so
+            # on.
             for allocations in range(8):
                 for i in range(20):
                     ours, other = (

@@ -1,4 +1,5 @@
-"""The compiled kernel touches only memory of its own, also on bytes that end in the middle of a frame."""
+"""The compiled kernel touches only memory of its own, also on bytes that end in the middle of a
+frame."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ def test_one_address_means_only_that_one(host: str, other: str) -> None:
     while True:
         (sock,) = listen_on((host, 0))
         port = sock.getsockname()[1]
-        # Nobody else may listen at that port of the other address. A socket that only holds it refuses.
+        # Nobody else may listen at that port of the other address. A socket that only holds it
+        # refuses.
         holder = socket.socket(socket.AF_INET6 if ":" in other else socket.AF_INET)
         with closing(sock), closing(holder):
             try:

@@ -1,14 +1,19 @@
-"""Pages, help texts, log lines and errors use the words that readers know from elsewhere."""
+"""Pages, help texts, log lines and errors use the words that readers know from elsewhere, in lines
+of at most 100 characters."""
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ("README.md", "SECURITY.md", "CONTRIBUTING.md", "docs", "changes", "deploy", "examples", "src")
+LONGEST = 100
 KINDS = {".css", ".html", ".js", ".json", ".md", ".py", ".toml", ".yml"}
 
 # What earlier versions of the pages said, and what they say now.
@@ -49,3 +54,33 @@ def test_all_kinds_of_texts_are_read() -> None:
         "src/nsparq/admin/show/templates/topic.html",
         "src/nsparq/admin/show/static/charts.js",
     } <= names
+
+
+# Blocks of code, tables and pictures, which may be wider, and generated pages.
+NO_PROSE = re.compile(r"^```.*?^```|^ *\|.*?$|^ {4,}.*?$|^(- )?\[?!\[.*?$", re.MULTILINE | re.DOTALL)
+GENERATED = "Generated from "
+
+
+def test_lines_of_prose_on_pages_are_short() -> None:
+    pages = {path: path.read_text(encoding="utf-8") for path in texts() if path.suffix == ".md"}
+    found = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path, text in pages.items()
+        if GENERATED not in text
+        for line in NO_PROSE.sub("", text).splitlines()
+        if len(line) > LONGEST and " " in line
+    ]
+    assert not found
+
+
+def test_lines_of_comments_and_docstrings_are_short() -> None:
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=W505", "--output-format=json"]
+    limit = f"--config=lint.pycodestyle.max-doc-length={LONGEST}"
+    checked = subprocess.run([*ruff, limit, "."], cwd=ROOT, capture_output=True, text=True)
+    assert checked.returncode in (0, 1), checked.stderr
+    places = [(Path(one["filename"]), one["location"]["row"]) for one in json.loads(checked.stdout)]
+    long = [(path, path.read_text(encoding="utf-8").splitlines()[row - 1]) for path, row in places]
+    # Drawings and tables may be wider. They have runs of blanks, or borders.
+    drawing = re.compile(r"\S {2,}\S|[+|]--")
+    assert long
+    assert not [f"{path.relative_to(ROOT)}: {line}" for path, line in long if not drawing.search(line)]

@@ -5,13 +5,14 @@
 
     publish N           single messages, N calls at a time, each acknowledged
     publish by N        batches of N (MPUB), 16 calls at a time; 4 where N is 200, unless it says 16
-    consume             single messages to a handler that does nothing, from a full topic, 200 in flight
-    consume by 200      the same in batches, 400 in flight; compared to single ones, which is all the
-                        others have
-    …, headers          the same with two headers, a trace and a name, and shorter bodies: a message has
-                        100 bytes with its headers, and so a frame as long as one without. The handler
-                        reads one of them. All messages have the same headers, unless it says own
-                        headers: then each has its own trace
+    consume             single messages to a handler that does nothing, from a full topic, 200 in
+                        flight
+    consume by 200      the same in batches, 400 in flight; compared to single ones, which is all
+                        the others have
+    …, headers          the same with two headers, a trace and a name, and shorter bodies: a message
+                        has 100 bytes with its headers, and so a frame as long as one without. The
+                        handler reads one of them. All messages have the same headers, unless it
+                        says own headers: then each has its own trace
 
 Rounds alternate over the libraries, each row of a round with a broker of its own; shown are
 medians. Beside the rate stands the processor time per message of the client, and of the broker

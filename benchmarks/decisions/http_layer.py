@@ -1,10 +1,11 @@
-"""Which HTTP layer the daemons use: a protocol of our own on httptools, a general ASGI server, or aiohttp.
+"""Which HTTP layer the daemons use: a protocol of our own on httptools, a general ASGI server, or
+aiohttp.
 
     python -m benchmarks.decisions.http_layer [--requests 40000] [--connections 16] [--rounds 5]
 
-Chosen: our own, `nsparq.http`. On the same parser and the same event loop it takes about a third of the
-processor time per request that the general servers take. That a publish is answered without a task is part of
-it; the rest is that nothing general is done.
+Chosen: our own, `nsparq.http`. On the same parser and the same event loop it takes about a third of
+the processor time per request that the general servers take. That a publish is answered without a
+task is part of it; the rest is that nothing general is done.
 
                         best/s  median/s  x ours  server CPU, us
     ours                99,857    85,046    1.00            11.0
@@ -12,11 +13,13 @@ it; the rest is that nothing general is done.
     uvicorn, ASGI       33,629    32,596    0.38            30.0
     aiohttp.web         25,063    24,716    0.29            40.3
 
-(2 cores shared with the load, Python 3.11, httptools 0.9, uvloop 0.23, uvicorn 0.54, aiohttp 3.14.) The price
-is that the limits, timeouts and odd cases of HTTP/1.1 are ours to get right: tests/http and tests/faults.
+(2 cores shared with the load, Python 3.11, httptools 0.9, uvloop 0.23, uvicorn 0.54, aiohttp 3.14.)
+The price is that the limits, timeouts and odd cases of HTTP/1.1 are ours to get right: tests/http
+and tests/faults.
 
-The handler is the same in each, and does next to nothing: it looks at the topic and at the body of a POST
-/pub, and says OK. Each server is a process of its own on uvloop. What is not installed is left out, and said.
+The handler is the same in each, and does next to nothing: it looks at the topic and at the body of
+a POST /pub, and says OK. Each server is a process of its own on uvloop. What is not installed is
+left out, and said.
 """
 
 from __future__ import annotations

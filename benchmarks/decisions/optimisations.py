@@ -19,9 +19,9 @@ Two cores, medians of three rounds with `--scale 0.1`, on a machine that was not
 
 So all of them stay. Waiting for more publishers without lanes gained nothing.
 
-An optimisation is left out by replacing a constant before nsqd starts (`LEFT_OUT`); nsqd has no flag for it.
-`--serve NAME` followed by nsqd's flags starts such an nsqd. `--base COMMAND` compares whole programs instead:
-the present nsqd with that one, under every load.
+An optimisation is left out by replacing a constant before nsqd starts (`LEFT_OUT`); nsqd has no
+flag for it. `--serve NAME` followed by nsqd's flags starts such an nsqd. `--base COMMAND` compares
+whole programs instead: the present nsqd with that one, under every load.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""What replication must cost at least on this machine: `python -m benchmarks.decisions.replication_floor`.
+"""What replication must cost at least on this machine:
+`python -m benchmarks.decisions.replication_floor`.
 
 Two processes do nothing but what a primary and its follower cannot avoid. One sends a frame of the
 size that an MPUB of 200 messages of 200 bytes makes, the other reads it, writes it to a file and
 confirms it with 25 bytes; up to `--window` frames are unconfirmed. There is no event loop, no
-parsing, and no checksum. The same for a frame of 16 single messages. In between, a real nsqd without
-followers takes the same publishes, as in `benchmarks.macro.replication`. The last column is the
-processor time that a primary would take at least, as a ratio to that nsqd.
+parsing, and no checksum. The same for a frame of 16 single messages. In between, a real nsqd
+without followers takes the same publishes, as in `benchmarks.macro.replication`. The last column is
+the processor time that a primary would take at least, as a ratio to that nsqd.
 
 Two busy cores, medians of five rounds of 2,000 frames:
 
@@ -17,16 +18,16 @@ Two busy cores, medians of five rounds of 2,000 frames:
                   TCP, sendfile       216.3      12.1      12.7            1.06 x
                   Unix socket         216.3       6.3       7.2            1.03 x
 
-So neither sendfile nor Unix sockets are worth their code. On idle cores nsqd takes 70 us for such an
-MPUB, and the floor is 1.2 x.
+So neither sendfile nor Unix sockets are worth their code. On idle cores nsqd takes 70 us for such
+an MPUB, and the floor is 1.2 x.
 
 A primary takes 1.6 to 2.1 x. The Python code of replication takes 7 us of that for an MPUB when
-nothing else runs (recording and waiting 1.4, making the frame 3.3 with a checksum of 1.3, confirming
-2.4). `perf record -e cpu-clock` on a primary that shares its cores with a follower and two
-publishers shows 93 us for an MPUB, and 47 us in an nsqd alone: libpython 39 and 15, all system calls
-43 and 25, checksums 3.1 and 1.3. So Python takes 24 us more there, two to three times the 7 us and
-the turns that are added. Cold caches after each sleep are a possible reason; they could not be
-counted in this machine.
+nothing else runs (recording and waiting 1.4, making the frame 3.3 with a checksum of 1.3,
+confirming 2.4). `perf record -e cpu-clock` on a primary that shares its cores with a follower and
+two publishers shows 93 us for an MPUB, and 47 us in an nsqd alone: libpython 39 and 15, all system
+calls 43 and 25, checksums 3.1 and 1.3. So Python takes 24 us more there, two to three times the 7
+us and the turns that are added. Cold caches after each sleep are a possible reason; they could not
+be counted in this machine.
 
 Tried, and left out:
 
@@ -36,10 +37,11 @@ Tried, and left out:
     a further turn to gather publishes           82 us instead of 92 when nothing else runs, but 10 %
                                                  fewer messages a second; no gain on busy cores
 
-Gathering as Nagle's algorithm does was tried, too: no frame is sent while one is unconfirmed, or two,
-and the confirmation releases what has gathered since. The loads of `benchmarks.macro.replication` on
-two busy cores, in turns, as ratios to a primary that does not gather. Two equal builds differed by up
-to 11 % in the medians of 16 rounds and by up to 4 % in the best round, so the best round counts:
+Gathering as Nagle's algorithm does was tried, too: no frame is sent while one is unconfirmed, or
+two, and the confirmation releases what has gathered since. The loads of
+`benchmarks.macro.replication` on two busy cores, in turns, as ratios to a primary that does not
+gather. Two equal builds differed by up to 11 % in the medians of 16 rounds and by up to 4 % in the
+best round, so the best round counts:
 
     unanswered MPUBs   unconfirmed   frames for          publish              both
     per publisher      frames        2,500 MPUBs     rate      CPU       rate      CPU
@@ -52,9 +54,9 @@ to 11 % in the medians of 16 rounds and by up to 4 % in the best round, so the b
 
 Gathering does not make fewer frames. With one unanswered MPUB the two publishers take turns: each
 waits for the confirmation of the other's MPUB, and each frame has one. With eight, a turn of the
-event loop already has all that has come. A primary takes 1.5 x then for publishing, and 1.4 x if the
-messages are consumed meanwhile. And between two machines publishers would wait for up to two round
-trips.
+event loop already has all that has come. A primary takes 1.5 x then for publishing, and 1.4 x if
+the messages are consumed meanwhile. And between two machines publishers would wait for up to two
+round trips.
 
 Tried together with that, and within the noise:
 
@@ -66,8 +68,8 @@ Tried together with that, and within the noise:
 
 Where the time goes, with one unanswered MPUB per publisher: an MPUB takes 190 us. The primary runs
 for 128 us of that, waits 21 us for a core, and sleeps 41 us; the follower runs for 59 us, and both
-cores are idle for 30 % of the time. A primary that has a core to itself (`taskset`) takes 129 us, so
-other processes on its core are not the reason.
+cores are idle for 30 % of the time. A primary that has a core to itself (`taskset`) takes 129 us,
+so other processes on its core are not the reason.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""nsqadmin in front of a large cluster, and another beside it: `python -m benchmarks.macro.admin --help`.
+"""nsqadmin in front of a large cluster, and another beside it:
+`python -m benchmarks.macro.admin --help`.
 
-nsqlookupd, nsqds and nsqadmin are real processes. Every topic, with all its channels, is on every nsqd, which
-is the most that there can be to add up. Latencies are from sending a request on a kept connection to the last
-byte of the answer, compressed as for a browser; with --browser also from opening a page in Chromium until it
-is drawn.
+nsqlookupd, nsqds and nsqadmin are real processes. Every topic, with all its channels, is on every
+nsqd, which is the most that there can be to add up. Latencies are from sending a request on a kept
+connection to the last byte of the answer, compressed as for a browser; with --browser also from
+opening a page in Chromium until it is drawn.
 """
 
 from __future__ import annotations

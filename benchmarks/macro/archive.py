@@ -1,11 +1,11 @@
 """A backlog of many times the local limit, from the archive and from disk: `python -m
 benchmarks.macro.archive --help`.
 
-One ordinary consumer takes a backlog that was published before: once from an nsqd that has all of it on disk,
-and once from an nsqd with an archive and a small --archive-local-bytes. The order of the messages is checked.
-Without --archive the store is a directory on the same machine. With --s3 it is moto's S3 server, a Python
-process that uses the same cores. Rounds of the two kinds alternate. In the table, "ours" is the
-archive and "peer" the disk.
+One ordinary consumer takes a backlog that was published before: once from an nsqd that has all of
+it on disk, and once from an nsqd with an archive and a small --archive-local-bytes. The order of
+the messages is checked. Without --archive the store is a directory on the same machine. With --s3
+it is moto's S3 server, a Python process that uses the same cores. Rounds of the two kinds
+alternate. In the table, "ours" is the archive and "peer" the disk.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m benchmarks.macro.archive_requests --size 200 --put-price 0.005 --get-price 0.0004
 
-nsqd archives some full log files to an S3 server, and a consumer and a batch of the Spark source, without
-Spark, read them back; a proxy counts the requests by kind. The prices are those of your store: per
-thousand requests, and per gigabyte and month. Reading and writing from the same region is free of charge
-for bytes in most stores; add your price if it is not.
+nsqd archives some full log files to an S3 server, and a consumer and a batch of the Spark source,
+without Spark, read them back; a proxy counts the requests by kind. The prices are those of your
+store: per thousand requests, and per gigabyte and month. Reading and writing from the same region
+is free of charge for bytes in most stores; add your price if it is not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Starting, watching and ending the brokers under test. What they are is only known to their command line."""
+"""Starting, watching and ending the brokers under test. What they are is only known to their
+command line."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class BrokerFailed(Exception):
 
 
 def expand_command(template: str, data: Path, extra: list[str]) -> list[str]:
-    """The command line for one start, with NSQ's flag for each placeholder that the template does not use."""
+    """The command line for one start, with NSQ's flag for each placeholder that the template does
+    not use."""
     values = {"{data}": str(data), "{tcp}": ANY_PORT, "{http}": ANY_PORT}
     flags = {
         "{data}": "--data-path={data}",
@@ -80,7 +82,8 @@ class Spawned:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        # Nothing of it is kept, so there is no point in a clean stop, which may have to write out a queue.
+        # Nothing of it is kept, so there is no point in a clean stop, which may have to write out a
+        # queue.
         self.kill()
         shutil.rmtree(self.data, ignore_errors=True)
 

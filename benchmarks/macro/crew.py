@@ -1,7 +1,7 @@
 """The load processes: started once, given one role after another.
 
-A process per producer and consumer keeps Python's own lock out of the figures; keeping them between loads
-saves their start. The parent says what to be, waits until all are connected, and says go.
+A process per producer and consumer keeps Python's own lock out of the figures; keeping them between
+loads saves their start. The parent says what to be, waits until all are connected, and says go.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Crew:
         self.dismiss()
 
     def work(self, roles: Sequence[tuple[str | type, dict[str, Any]]], deadline: float) -> list[acts.Span]:
-        """Play the roles at the same time, a process each: (class or its name in roles.py, arguments)."""
+        """Play the roles at the same time, a process each: (class or its name in roles.py,
+        arguments)."""
         if len(roles) > SLOTS:
             raise LoadFailed(f"{len(roles)} processes wanted; this tool is made for {SLOTS}")
         self._hire(len(roles))
@@ -87,7 +88,8 @@ class Crew:
 
 
 def serve(parent: Connection, progress: acts.Progress) -> None:
-    """A load process: one role after another until the parent hangs up. A failure is answered as its text."""
+    """A load process: one role after another until the parent hangs up. A failure is answered as
+    its text."""
     try:
         while True:
             kind, arguments = parent.recv()

@@ -1,7 +1,8 @@
-"""Publishing by HTTP, on our nsqd and on a second one beside it: `python -m benchmarks.macro.http --help`.
+"""Publishing by HTTP, on our nsqd and on a second one beside it:
+`python -m benchmarks.macro.http --help`.
 
-Keep-alive connections with one request unanswered on each, driven by one process that sends bytes made
-beforehand and looks at the answers no closer than it must. Rounds of the two sides alternate.
+Keep-alive connections with one request unanswered on each, driven by one process that sends bytes
+made beforehand and looks at the answers no closer than it must. Rounds of the two sides alternate.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ HELP = {
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Everything that shapes the loads; printed before any figure. Each is a flag of the same name."""
+    """Everything that shapes the loads; printed before any figure. Each is a flag of the same
+    name."""
 
     requests: int = 200_000
     messages: int = 2_000_000
@@ -88,7 +90,8 @@ def make_request(load: str, topic: str, size: int, batch: int) -> bytes:
 def drive(
     parent: Connection, address: Address, request: bytes, connections: int, count: int, deadline: float
 ) -> None:
-    """A load process: connect, say so, wait for the word, send; answers with (first, last) or a text."""
+    """A load process: connect, say so, wait for the word, send; answers with (first, last) or a
+    text."""
     try:
         sockets = {}
         poll = select.epoll()
@@ -107,7 +110,8 @@ def drive(
 def exchange(
     sockets: dict[int, socket.socket], poll: select.epoll, request: bytes, count: int, deadline: float
 ) -> tuple[int, int]:
-    """So many requests, one unanswered per connection; when the first was sent and the last answered."""
+    """So many requests, one unanswered per connection; when the first was sent and the last
+    answered."""
     first = time.monotonic_ns()
     give_up = first + int(deadline * 1e9)
     to_send, unanswered = count, 0
@@ -123,7 +127,8 @@ def exchange(
         for number, _ in ready:
             connection = sockets[number]
             answer = connection.recv(4096)
-            # Every answer to a publish is the same few bytes in one piece; anything else is a failure.
+            # Every answer to a publish is the same few bytes in one piece; anything else is a
+            # failure.
             if not answer.startswith(b"HTTP/1.1 200 OK\r\n") or not answer.endswith(b"\r\n\r\nOK"):
                 raise LoadFailed(f"not what was expected: {answer[:200]!r}")
             if to_send:

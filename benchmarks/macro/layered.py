@@ -1,7 +1,9 @@
-"""TLS, snappy and deflate under the load tool's connections, and what publishes and consumes through them.
+"""TLS, snappy and deflate under the load tool's connections, and what publishes and consumes
+through them.
 
-As in wire.py nothing here comes from the package under test. A load process must not be what limits a broker:
-what is published was compressed beforehand, and checksums of what arrives are left to the tests.
+As in wire.py nothing here comes from the package under test. A load process must not be what limits
+a broker: what is published was compressed beforehand, and checksums of what arrives are left to the
+tests.
 """
 
 from __future__ import annotations
@@ -200,7 +202,8 @@ class LayeredConnection:
             raise BrokerRefused(f"deflate level {level} was not agreed to: {agreed['deflate_level']}")
 
     def _begin(self, layer: Coding) -> None:
-        # The broker confirms all layers in one go: what came behind the last OK is of this layer already.
+        # The broker confirms all layers in one go: what came behind the last OK is of this layer
+        # already.
         rest = b"".join(self._decoded)
         self._decoded.clear()
         self._layers.append(layer)
@@ -266,7 +269,8 @@ class LayeredConnection:
 
 
 def make_bodies(kind: str, count: int, seed: int) -> list[bytes]:
-    """Of one size: `random`, 100 bytes that nothing can compress, or `json`, 400 that are mostly words."""
+    """Of one size: `random`, 100 bytes that nothing can compress, or `json`, 400 that are mostly
+    words."""
     source = random.Random(seed)
     if kind == "random":
         return [source.randbytes(100) for _ in range(count)]

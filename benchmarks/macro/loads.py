@@ -36,7 +36,8 @@ Figures = dict[str, Figure]
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Everything that shapes the loads; printed before any figure. Each is a flag of the same name."""
+    """Everything that shapes the loads; printed before any figure. Each is a flag of the same
+    name."""
 
     messages: int = 2_000_000
     backlog_messages: int = 2_000_000
@@ -92,7 +93,8 @@ class Round:
     def consumers(
         self, total: int, subscriptions: Sequence[Sequence[tuple[str, str]]], **more: float
     ) -> list[tuple[str, dict[str, Any]]]:
-        """A consuming process for each list of subscriptions; `total` is what all of them are to receive."""
+        """A consuming process for each list of subscriptions; `total` is what all of them are to
+        receive."""
         p = self.parameters
         return [
             (
@@ -134,7 +136,8 @@ class Round:
 
 
 def fresh_name() -> str:
-    """A topic name no broker has seen: what an earlier round left on an external one must not matter."""
+    """A topic name no broker has seen: what an earlier round left on an external one must not
+    matter."""
     return f"bench_{os.getpid()}_{time.time_ns():x}_{next(_serial)}"
 
 
@@ -150,11 +153,12 @@ def rate(count: int, spans: Sequence[Span]) -> float:
 
 
 def consumed_rate(spans: Sequence[Span], tail: int) -> float:
-    """Messages per second from the first moment of any process until all but the last `tail` are finished.
+    """Messages per second from the first moment of any process until all but the last `tail` are
+    finished.
 
-    A broker may hold back the last few messages for as long as the consumer's output buffer timeout (250 ms
-    unless asked otherwise) in the hope of more. That says nothing of how fast it delivers, so the end of the
-    run is left out.
+    A broker may hold back the last few messages for as long as the consumer's output buffer timeout
+    (250 ms unless asked otherwise) in the hope of more. That says nothing of how fast it delivers,
+    so the end of the run is left out.
     """
     arrivals = np.array(sorted(arrival for span in spans for arrival in span.arrivals), np.int64)
     finished = np.cumsum(arrivals[:, 1])
@@ -203,7 +207,8 @@ def backlog(run: Round) -> Figures:
 
 
 def fanout8(run: Round) -> Figures:
-    """Every message to several channels: consumed while it is published; or piled up first, then consumed."""
+    """Every message to several channels: consumed while it is published; or piled up first, then
+    consumed."""
     p = run.parameters
     channels = [f"channel{number}" for number in range(p.channels)]
     figures: Figures = {}
@@ -255,9 +260,9 @@ HEADER_PASSES = 9
 
 
 def headers(run: Round) -> Figures:
-    """What headers cost: messages of the same size with and without one, in short passes in turn, on
-    one broker. The size counts the header. The processor time of the broker varies less than the rate
-    on a busy machine."""
+    """What headers cost: messages of the same size with and without one, in short passes in turn,
+    on one broker. The size counts the header. The processor time of the broker varies less than the
+    rate on a busy machine."""
     p = run.parameters
     header_bytes = len(with_headers(b""))
     rates: dict[tuple[str, bool], list[float]] = defaultdict(list)
@@ -357,15 +362,17 @@ def policy(run: Round) -> Figures:
 
 
 def median_range(values: Sequence[float]) -> tuple[float, float]:
-    """Where the true median lies, with a probability of 95 %. It needs no assumption about the noise:
-    each value is above the true median as often as below it, like the two sides of a coin."""
+    """Where the true median lies, with a probability of 95 %. It needs no assumption about the
+    noise: each value is above the true median as often as below it, like the two sides of a
+    coin."""
     ordered, count = sorted(values), len(values)
     skipped = max(0, int(count / 2 - 0.98 * math.sqrt(count)) - 1)
     return ordered[skipped], ordered[-1 - skipped]
 
 
 def policy_pass(run: Round, broker: Spawned, values: dict[str, Any] | None) -> float:
-    """Processor time of the broker for a message that is published and consumed, in microseconds."""
+    """Processor time of the broker for a message that is published and consumed, in
+    microseconds."""
     p = run.parameters
     run.create_channel()
     set_policy(broker, run.topic, values)
@@ -382,7 +389,8 @@ def set_policy(broker: Spawned, topic: str, values: dict[str, Any] | None) -> No
 
 
 def memory(run: Round) -> Figures:
-    """Memory with a small and a large backlog, a hard and a clean restart with the large one, its end."""
+    """Memory with a small and a large backlog, a hard and a clean restart with the large one, its
+    end."""
     p, broker = run.parameters, run.broker
     assert isinstance(broker, Spawned)
     figures: Figures = {}
@@ -395,7 +403,8 @@ def memory(run: Round) -> Figures:
         figures[f"memory, {count:,} messages"] = Figure(broker.memory_mib()["VmRSS"], "MiB")
     figures["memory, without mapped files"] = Figure(broker.memory_mib()["RssAnon"], "MiB")
     figures["memory, peak"] = Figure(broker.memory_mib()["VmHWM"], "MiB")
-    # The hard end comes first, when nothing but the publishing itself has put the backlog on the disk.
+    # The hard end comes first, when nothing but the publishing itself has put the backlog on the
+    # disk.
     for label in ("restart after kill -9", "restart after clean stop"):
         if label.endswith("kill -9"):
             broker.kill()

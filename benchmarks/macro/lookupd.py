@@ -1,7 +1,9 @@
-"""A large cluster in one nsqlookupd, and in another beside it: `python -m benchmarks.macro.lookupd --help`.
+"""A large cluster in one nsqlookupd, and in another beside it:
+`python -m benchmarks.macro.lookupd --help`.
 
-Every nsqd is a real connection on loopback, all held by this process. Latencies are from sending a request on
-a kept connection to the last byte of its answer, while every nsqd goes on sending its PING each 15 seconds.
+Every nsqd is a real connection on loopback, all held by this process. Latencies are from sending a
+request on a kept connection to the last byte of its answer, while every nsqd goes on sending its
+PING each 15 seconds.
 """
 
 from __future__ import annotations
@@ -110,7 +112,8 @@ class Cluster:
         return sum(data.count(b"\n") for data in commands)
 
     def ping_some(self) -> None:
-        """Send the pings that are due, each connection's once in 15 seconds; answers are dropped."""
+        """Send the pings that are due, each connection's once in 15 seconds; answers are
+        dropped."""
         now = time.monotonic()
         self._next_ping = self._next_ping or now
         while self._next_ping <= now:
@@ -184,8 +187,8 @@ def percentiles(name: str, seconds: list[float]) -> Figures:
 
 
 def measure(client: Client, cluster: Cluster, path: str, count: int, *, churn: bool = False) -> list[float]:
-    """How long each of so many requests took, or of as many as there was time for; with churn, something has
-    changed before each."""
+    """How long each of so many requests took, or of as many as there was time for; with churn,
+    something has changed before each."""
     took: list[float] = []
     deadline = time.monotonic() + LOOK_S
     for number in range(count):

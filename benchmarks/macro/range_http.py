@@ -1,11 +1,14 @@
-"""Reading a whole topic over HTTP, against plain reading of the same files: see --help for the parameters.
+"""Reading a whole topic over HTTP, against plain reading of the same files: see --help for the
+parameters.
 
-One kept connection follows GET /topic/read from the first message to the last. Against it: reading the
-segment files, and a process that sends them through a bare socket and does nothing else, which no server can
-beat. Where a copy goes counts for as much as where it comes from, so there are three ways to read, in turns:
+One kept connection follows GET /topic/read from the first message to the last. Against it: reading
+the segment files, and a process that sends them through a bare socket and does nothing else, which
+no server can beat. Where a copy goes counts for as much as where it comes from, so there are three
+ways to read, in turns:
 
 - reused: into one small buffer, again and again, with the files in the system's memory;
-- kept: into new memory that holds all of it in the end, as a program does that works with what it reads;
+- kept: into new memory that holds all of it in the end, as a program does that works with what it
+reads;
 - cold: reused, with the files on the disk.
 """
 
@@ -102,7 +105,8 @@ class Reader:
         return found
 
     def read_topic(self, into: memoryview | None = None, decode: bool = False) -> Pass:
-        """All of it, one range after the other into `into`; without that, each over the last one."""
+        """All of it, one range after the other into `into`; without that, each over the last
+        one."""
         where = self.positions()
         sequence, size, messages, decode_seconds = where["earliest"], 0, 0, 0.0
         started = time.perf_counter()
@@ -122,7 +126,8 @@ class Reader:
 
 
 def decode_range(data: memoryview) -> int:
-    """Check every batch and find where each message begins: what a reader does before it looks at bodies."""
+    """Check every batch and find where each message begins: what a reader does before it looks at
+    bodies."""
     return sum(len(batch.offsets()) - 1 for batch in iter_batches(data))
 
 
@@ -181,7 +186,8 @@ def fill(broker: HttpBroker, crew: Crew, batch: int, size: int, mebibytes: int) 
         "count": count,
         "size": size,
         "batch": batch,
-        # Publishes that arrive together become one batch: where each is to be one, none is sent ahead.
+        # Publishes that arrive together become one batch: where each is to be one, none is sent
+        # ahead.
         "window": 1 if batch == 1 else 8,
         "encode": False,
         "deadline": DEADLINE_S,
@@ -226,7 +232,8 @@ def ways_to_read(
 
 
 def measure(batch: int, mebibytes: int, options: argparse.Namespace) -> dict[str, float]:
-    """Print the figures of one log; gives the lowest ratio of a GET to plain reading, by way of reading."""
+    """Print the figures of one log; gives the lowest ratio of a GET to plain reading, by way of
+    reading."""
     with Crew() as crew, HttpBroker(options.ours_command, [], options.data_dir) as broker:
         count = fill(broker, crew, batch, options.size, mebibytes)
         crew.dismiss()

@@ -1,8 +1,8 @@
 """Reading a topic's log in ranges, against plain reading of the same files.
 
-No server: what finding the ranges costs on top of reading the bytes. Both sides read pieces of the same size
-from files that the system has in memory, in turns; the ratio is what counts. Besides, what a reader then
-spends on checking and cutting the batches.
+No server: what finding the ranges costs on top of reading the bytes. Both sides read pieces of the
+same size from files that the system has in memory, in turns; the ratio is what counts. Besides,
+what a reader then spends on checking and cutting the batches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Putting dead letters back: `python -m benchmarks.macro.redrive --help`.
 
-Messages expire and become dead letters. Then the policy is removed and a redrive puts them back: once while
-the log of their topic still has them, and once when it does not, so that every body is written again. The
-rate counts from the request to the last message that may be sent, as nsqd says.
+Messages expire and become dead letters. Then the policy is removed and a redrive puts them back:
+once while the log of their topic still has them, and once when it does not, so that every body is
+written again. The rate counts from the request to the last message that may be sent, as nsqd says.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What replication costs: `python -m benchmarks.macro.replication --help`.
 
 The same loads on a single nsqd and on a pair with etcd, everything on this machine, in turns. With
-`--older` also on the nsqd of another checkout, without replication. Then a new follower joins a node
-that has a large backlog, while publishing goes on. Ratios are medians of the rounds: the machine may
-become slower, and then it does so for all sides.
+`--older` also on the nsqd of another checkout, without replication. Then a new follower joins a
+node that has a large backlog, while publishing goes on. Ratios are medians of the rounds: the
+machine may become slower, and then it does so for all sides.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ LIMITS: Final = {
     "publish, CPU": 1.3,
     "both, CPU": 1.3,
 }
-"""Ratios of a pair to a single nsqd that we promise. More is better for rates, less for the others."""
+"""Ratios of a pair to a single nsqd that we promise. More is better for rates, less for the
+others."""
 BODY: Final = b"x" * 1000
 
 

@@ -74,7 +74,8 @@ class Results:
     def finish(
         self, path: Path | None, parameters: Parameters | dict[str, object], machine: dict[str, str]
     ) -> int:
-        """Print the failures, and write the JSON if there is a path. Returns the status for exit()."""
+        """Print the failures, and write the JSON if there is a path. Returns the status for
+        exit()."""
         for failure in self.failures:
             print(f"FAILED: {failure}")
         if path:

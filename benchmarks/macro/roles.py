@@ -1,8 +1,8 @@
 """What the load processes do: publish, consume, send single messages, time them.
 
-Each role connects when it is made and works when told to run(), so that a load starts with everything in
-place. Times are CLOCK_MONOTONIC nanoseconds, which all processes of a machine share. Every role ends by its
-deadline.
+Each role connects when it is made and works when told to run(), so that a load starts with
+everything in place. Times are CLOCK_MONOTONIC nanoseconds, which all processes of a machine share.
+Every role ends by its deadline.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class Replies:
 class Publisher:
     """MPUB after MPUB on one connection, with at most `window` of them unanswered.
 
-    The bytes are the same each time, so they are built once: the broker is to be measured, not our encoder.
+    The bytes are the same each time, so they are built once: the broker is to be measured, not our
+    encoder.
     """
 
     def __init__(
@@ -149,9 +150,10 @@ class Publisher:
 class Consumer:
     """Takes messages from one or more channels, a connection each, and finishes all of them.
 
-    `total` is for all consuming processes together: each writes what it has into its slot of the shared
-    progress. After a crash nobody knows what will come: with `idle_seconds` the role ends when nothing came
-    for that long, whatever the total, and a FIN may fail, as it does for one of two copies in flight.
+    `total` is for all consuming processes together: each writes what it has into its slot of the
+    shared progress. After a crash nobody knows what will come: with `idle_seconds` the role ends
+    when nothing came for that long, whatever the total, and a FIN may fail, as it does for one of
+    two copies in flight.
     """
 
     def __init__(
@@ -239,7 +241,8 @@ def check_errors(buffer: FrameBuffer, fin_may_fail: bool) -> None:
 
 
 def leave(connection: socket.socket, buffer: FrameBuffer, fin_may_fail: bool = False) -> None:
-    """Wait until the broker has taken the last FIN (it answers in order), so that an error in one is seen."""
+    """Wait until the broker has taken the last FIN (it answers in order), so that an error in one
+    is seen."""
     connection.sendall(b"CLS\n")
     while b"CLOSE_WAIT" not in buffer.replies:
         buffer.receive_from(connection)
@@ -249,12 +252,14 @@ def leave(connection: socket.socket, buffer: FrameBuffer, fin_may_fail: bool = F
 
 
 def numeric_ids(parts: list[Rows]) -> npt.NDArray[np.uint64]:
-    """Message ids (16 hex digits) as integers, so that duplicates are quickly found among millions."""
+    """Message ids (16 hex digits) as integers, so that duplicates are quickly found among
+    millions."""
     return np.frombuffer(bytes.fromhex(b"".join(part.tobytes() for part in parts).decode()), np.uint64)
 
 
 class SinglePublisher:
-    """PUB one message and wait for its OK, on several connections that do not wait for each other."""
+    """PUB one message and wait for its OK, on several connections that do not wait for each
+    other."""
 
     def __init__(
         self,

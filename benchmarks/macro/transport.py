@@ -1,7 +1,7 @@
 """Publishing and consuming over TLS and compression: `python -m benchmarks.macro.transport --help`.
 
-Each transport is compared with plain TCP in the same run, and with the same on a second broker if there is
-one. Broker and load share the machine, so the processor time that each spends is told too.
+Each transport is compared with plain TCP in the same run, and with the same on a second broker if
+there is one. Broker and load share the machine, so the processor time that each spends is told too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ HELP = {
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Everything that shapes the loads; printed before any figure. Each is a flag of the same name."""
+    """Everything that shapes the loads; printed before any figure. Each is a flag of the same
+    name."""
 
     random_messages: int = 800_000
     json_messages: int = 400_000
@@ -139,7 +140,8 @@ def figure_name(kind: str, direction: str, transport: Transport) -> str:
 def print_costs(
     results: Results, transports: Sequence[Transport], kinds: Sequence[str], sides: Sequence[str]
 ) -> None:
-    """Medians once more: what each transport leaves of the plain rate, and the processor time it takes."""
+    """Medians once more: what each transport leaves of the plain rate, and the processor time it
+    takes."""
     columns = [(kind, direction) for kind in kinds for direction in DIRECTIONS]
     for side in sides:
         print(f"\n{side}: rate, times plain; seconds of processor time per million messages, broker + load")

@@ -1,7 +1,7 @@
 """The client's half of NSQ's TCP protocol V2, as small and cheap as a load tool needs it.
 
-It knows nothing of this project's own packages: the tool has to talk to any NSQ-compatible broker alike, and
-an error in our codec must not cancel itself out here.
+It knows nothing of this project's own packages: the tool has to talk to any NSQ-compatible broker
+alike, and an error in our codec must not cancel itself out here.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def encode_mpub(topic: str, bodies: Sequence[bytes]) -> bytes:
 def connect(
     address: Address, *, timeout: float = 10.0, identify: bool = True, headers: bool = False
 ) -> socket.socket:
-    """A connection past the magic and, unless told otherwise, a default IDENTIFY. `headers` asks for
-    message headers, which NSQ does not have."""
+    """A connection past the magic and, unless told otherwise, a default IDENTIFY. `headers` asks
+    for message headers, which NSQ does not have."""
     connection = socket.create_connection(address, timeout=timeout)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     greeting = MAGIC
@@ -77,7 +77,8 @@ def connect(
 
 
 def wait_in_kernel(connection: socket.socket) -> None:
-    """Leave the connection's timeout to the system: Python's own costs a poll() before each call."""
+    """Leave the connection's timeout to the system: Python's own costs a poll() before each
+    call."""
     seconds = connection.gettimeout() or 0.0
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     connection.settimeout(None)
@@ -99,7 +100,8 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
 def receive_frame(connection: socket.socket) -> tuple[int, bytes]:
     """The next frame that is neither a heartbeat (answered here) nor an error (raised).
 
-    Heartbeats keep the connection alive, not the wait: its timeout is for the frame, whatever comes before.
+    Heartbeats keep the connection alive, not the wait: its timeout is for the frame, whatever comes
+    before.
     """
     give_up = time.monotonic() + (connection.gettimeout() or 3600.0)
     while time.monotonic() < give_up:
@@ -131,11 +133,13 @@ def create_channel(address: Address, topic: str, channel: str) -> None:
 
 
 class FrameBuffer:
-    """The bytes of one connection, turned into message ids with as little work per message as possible.
+    """The bytes of one connection, turned into message ids with as little work per message as
+    possible.
 
-    The messages of a load all have one size, so a run of them is a matrix with a frame per row, and the ids
-    are sixteen of its columns. Whatever breaks the run (a heartbeat, an error, another size) is taken by
-    itself. `columns` may reach into the body, for a load that carries something there.
+    The messages of a load all have one size, so a run of them is a matrix with a frame per row, and
+    the ids are sixteen of its columns. Whatever breaks the run (a heartbeat, an error, another
+    size) is taken by itself. `columns` may reach into the body, for a load that carries something
+    there.
     """
 
     def __init__(
@@ -151,8 +155,8 @@ class FrameBuffer:
         self.head = np.frombuffer(HEAD.pack(self.frame_bytes - 4, kind), np.uint64)[0]
         self.memory = bytearray(max(capacity, 4 * self.frame_bytes))
         self.view = memoryview(self.memory)
-        # What a run of frames from the start on looks like. One item per row, not one per byte: numpy then
-        # copies a row in one move.
+        # What a run of frames from the start on looks like. One item per row, not one per byte:
+        # numpy then copies a row in one move.
         frames = len(self.memory) // self.frame_bytes
         self.heads: npt.NDArray[np.uint64] = np.ndarray(
             (frames,), np.uint64, self.memory, strides=(self.frame_bytes,)
@@ -176,7 +180,8 @@ class FrameBuffer:
         self.filled += received
 
     def take_messages(self) -> list[Rows]:
-        """The wanted columns of every whole message received so far, copied out, a row per message."""
+        """The wanted columns of every whole message received so far, copied out, a row per
+        message."""
         taken = []
         while self.filled >= FRAME_HEAD_BYTES:
             count = self._uniform_run()
@@ -204,7 +209,8 @@ class FrameBuffer:
         self.filled = rest
 
     def _uniform_run(self) -> int:
-        """How many frames from the start on are messages of the expected size, one after another."""
+        """How many frames from the start on are messages of the expected size, one after
+        another."""
         count = self.filled // self.frame_bytes
         if not count:
             return 0

@@ -2,11 +2,11 @@
 
     python -m benchmarks.micro.bench_policy
 
-The broker runs without a server, so nothing hides the cost: beside a server's system calls the ratio is
-closer to 1. Sides take turns in passes of a few milliseconds, and the processor time of a pass is compared
-with that of the pass without a policy beside it. So a change of 1 % shows on a busy machine, too: `again`
-is a second side without a policy, and its distance from 1 is the noise. The range has the true median with
-a probability of 95 %.
+The broker runs without a server, so nothing hides the cost: beside a server's system calls the
+ratio is closer to 1. Sides take turns in passes of a few milliseconds, and the processor time of a
+pass is compared with that of the pass without a policy beside it. So a change of 1 % shows on a
+busy machine, too: `again` is a second side without a policy, and its distance from 1 is the noise.
+The range has the true median with a probability of 95 %.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Spark reads the history of a topic from the archive, against Parquet files of the same rows in the
-same store, and against a read through nsqd.
+"""Spark reads the history of a topic from the archive, against Parquet files of the same rows in
+the same store, and against a read through nsqd.
 
     python -m benchmarks.spark.history
 

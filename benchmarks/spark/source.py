@@ -4,14 +4,14 @@
 
 One run, local[2], the broker on the same cores. Both sides take turns, several rounds; the ratio is
 what counts. Processor time, of Spark with its Python processes and of the broker, is given too; it
-includes the start of a query. A second topic has messages of the same size, of which two headers are a
-part; its ratio is to the topic without.
+includes the start of a query. A second topic has messages of the same size, of which two headers
+are a part; its ratio is to the topic without.
 
-Then the fixed cost of a trigger: with one row, with none, when only the offsets change, and, to tell
-Spark's own part of it, with one row of Spark's stream of files. The figures are of a stream that runs:
-Java compiles its code during the first 200 triggers (`--warm-up`), and the 100 after them count. The
-median of the first 40 is printed too. The end of a trigger is seen in the checkpoint, because asking
-Spark for its progress takes as much processor time as a trigger.
+Then the fixed cost of a trigger: with one row, with none, when only the offsets change, and, to
+tell Spark's own part of it, with one row of Spark's stream of files. The figures are of a stream
+that runs: Java compiles its code during the first 200 triggers (`--warm-up`), and the 100 after
+them count. The median of the first 40 is printed too. The end of a trigger is seen in the
+checkpoint, because asking Spark for its progress takes as much processor time as a trigger.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class Bench:
         self.parquet = work / "parquet"
         self.runs = 0
         self.results = Results()
-        """For `--json`. The other side is Spark's stream of files; with headers, the topic without."""
+        """For `--json`. The other side is Spark's stream of files; with headers, the topic
+        without."""
 
     def add(self, name: str, unit: str, ours: list[float], peer: list[float]) -> None:
         for side, values in (("ours", ours), ("peer", peer)):

@@ -10,6 +10,6 @@ DIRECTORY = Path(__file__).parent / "data" / "deliveries"
 
 
 def save_delivery(batch: DataFrame, number: int) -> None:
-    """One directory for each micro-batch. A batch that runs again replaces what it wrote before, so the
-    result is exactly once."""
+    """One directory for each micro-batch. A batch that runs again replaces what it wrote before, so
+    the result is exactly once."""
     batch.coalesce(1).write.mode("overwrite").json(str(DIRECTORY / f"batch={number}"))

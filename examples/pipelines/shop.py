@@ -1,6 +1,7 @@
 """The pipeline of shop.toml, built and run by a Python program.
 
-`python shop.py` runs until Ctrl-C. With `--available-now` it ends when all that is there has been read.
+`python shop.py` runs until Ctrl-C. With `--available-now` it ends when all that is there has been
+read.
 """
 
 import signal

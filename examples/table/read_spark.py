@@ -1,8 +1,8 @@
 """Reads a table of `nsparq pipeline table` with Spark, without a JAR. Needs nsparq[spark,delta].
 
 deltalake knows which files belong to the table, and Spark reads them in parallel, as they are now.
-For a table in an object store Spark needs the store's file system, such as Hadoop's JAR for S3. With
-Delta's own JAR it is `spark.read.format("delta").load("tables/orders")`, also as a stream.
+For a table in an object store Spark needs the store's file system, such as Hadoop's JAR for S3.
+With Delta's own JAR it is `spark.read.format("delta").load("tables/orders")`, also as a stream.
 """
 
 from pathlib import Path

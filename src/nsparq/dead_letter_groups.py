@@ -1,4 +1,5 @@
-"""Groups of dead letters, as nsqd's `GET /dead_letters` tells them, for those who ask several nsqds."""
+"""Groups of dead letters, as nsqd's `GET /dead_letters` tells them, for those who ask several
+nsqds."""
 
 from __future__ import annotations
 

@@ -143,7 +143,8 @@ class SyncFailed(StorageError):
 
 
 class ArchiveUnavailable(StorageError, OSError):
-    """The object store of the archive cannot be reached, refuses, or does not have what it should."""
+    """The object store of the archive cannot be reached, refuses, or does not have what it
+    should."""
 
 
 class CorruptBatch(StorageError):

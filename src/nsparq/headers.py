@@ -42,7 +42,8 @@ def without_origin(headers: Headers) -> Headers:
 
 
 def encode_headers(headers: Headers) -> bytes:
-    """The block of a message's headers. Raises ValueError and TypeError with a text for the user."""
+    """The block of a message's headers. Raises ValueError and TypeError with a text for the
+    user."""
     if kernel.encode_headers is not None:
         made = kernel.encode_headers(headers)
         if made is not None:
@@ -89,8 +90,8 @@ def decode_headers(block: bytes | memoryview) -> dict[str, str]:
 
 
 def with_lazy_headers(cls: type[T]) -> type[T]:
-    """Gives a class the attribute `headers`: those of the block in its slot `_headers`. They are decoded
-    when somebody asks for them, and take the place of the block."""
+    """Gives a class the attribute `headers`: those of the block in its slot `_headers`. They are
+    decoded when somebody asks for them, and take the place of the block."""
 
     def headers(self: Any) -> Any:
         if isinstance(self._headers, bytes):

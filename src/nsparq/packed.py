@@ -25,8 +25,8 @@ class PackedBodies(Sequence[bytes]):
     """The header block of each message, empty for a message without headers. None if no message has
     headers."""
     has_numbers: bool = True
-    """Of header blocks: False if certainly none of them has a producer's number. Looking for it costs
-    more than all else that headers cost in nsqd."""
+    """Of header blocks: False if certainly none of them has a producer's number. Looking for it
+    costs more than all else that headers cost in nsqd."""
 
     @classmethod
     def of(cls, bodies: Iterable[bytes]) -> PackedBodies:

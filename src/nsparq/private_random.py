@@ -1,7 +1,8 @@
 """A random source of our own, independent of the global state of the `random` module.
 
 A program that seeds `random` must not make all its consumers poll nsqlookupd in step. A broker in a
-thread of a test must not change the random numbers that the test relies on: hypothesis rejects that.
+thread of a test must not change the random numbers that the test relies on: hypothesis rejects
+that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Status over HTTP, for programs that have no HTTP server otherwise: probes and Prometheus ask them.
+"""Status over HTTP, for programs that have no HTTP server otherwise: probes and Prometheus ask
+them.
 
 The standard library's server is enough for a probe and a scrape every few seconds. It runs in
 threads.

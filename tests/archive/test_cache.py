@@ -1,4 +1,5 @@
-"""Local copies of archived segments: checked, shared, bounded, and no call to a store that is away."""
+"""Local copies of archived segments: checked, shared, bounded, and no call to a store that is
+away."""
 
 from __future__ import annotations
 

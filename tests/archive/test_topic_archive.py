@@ -144,7 +144,8 @@ def before_put(store: FaultyStore, monkeypatch: pytest.MonkeyPatch, work: Callab
 def test_a_stalled_writer_whose_number_is_free_again_does_not_commit(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next writer uses the number and removes its manifest; then the first one's put arrives."""
+    """The next writer uses the number and removes its manifest; then the first one's put
+    arrives."""
     old = writer(store, "old")
     known = old.commit([entry(1)])
     new = writer(store, "new", known)

@@ -1,5 +1,5 @@
-"""A broker without a server: time passes only on demand, clients collect their frames in lists, and calls
-to the disk can be made to fail.
+"""A broker without a server: time passes only on demand, clients collect their frames in lists, and
+calls to the disk can be made to fail.
 
 In a test:
 

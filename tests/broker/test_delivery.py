@@ -1,4 +1,5 @@
-"""Messages in flight: found by id and by deadline. tests/broker/test_channel.py has the delivery itself."""
+"""Messages in flight: found by id and by deadline. tests/broker/test_channel.py has the delivery
+itself."""
 
 from __future__ import annotations
 

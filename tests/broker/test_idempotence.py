@@ -1,4 +1,5 @@
-"""Repeated messages of idempotent producers, over turns, restarts, crashes and failures of the disk."""
+"""Repeated messages of idempotent producers, over turns, restarts, crashes and failures of the
+disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Redrive: dead letters go back to their channel, each at most once, whatever happens on the way."""
+"""Redrive: dead letters go back to their channel, each at most once, whatever happens on the
+way."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ def is_too_wide(visitor: Visitor) -> str:
 
 
 def is_too_tall(visitor: Visitor) -> str:
-    """A row of a table that is mostly empty, because a cell outside of the screen has many lines."""
+    """A row of a table that is mostly empty, because a cell outside of the screen has many
+    lines."""
     found: str = visitor.page.evaluate(
         """() => {
           const rows = [...document.querySelectorAll("table.data tbody tr:not(:has(details[open]))")];

@@ -154,8 +154,8 @@ class Visitor:
             self.page.context.on(event, listener)  # type: ignore[call-overload]  # one signature for each event
 
     def point_at(self, chart: Locator, across: float, high: float = 60) -> None:
-        """Move the mouse to a place of a chart until the chart shows its cursor. A chart that is drawn
-        anew at the same moment does not notice the mouse."""
+        """Move the mouse to a place of a chart until the chart shows its cursor. A chart that is
+        drawn anew at the same moment does not notice the mouse."""
 
         chart.scroll_into_view_if_needed()
 

@@ -116,7 +116,8 @@ script.close()
 """
 )
 
-# A child that lives on must not keep the parent's connections open. nsqd would find out after two heartbeats.
+# A child that lives on must not keep the parent's connections open. nsqd would find out after two
+# heartbeats.
 LIVES_ON = (
     PRELUDE
     + """

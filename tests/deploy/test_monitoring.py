@@ -54,8 +54,8 @@ class Metric(NamedTuple):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Metric]:
-    """By sample name: from an nsqd with a topic, a channel, a consumer and an archive, from a replicated
-    one, from a runner with a pipeline that has run, and Prometheus' own `up`."""
+    """By sample name: from an nsqd with a topic, a channel, a consumer and an archive, from a
+    replicated one, from a runner with a pipeline that has run, and Prometheus' own `up`."""
     found = {"up": Metric("gauge", frozenset())}
     replicated = cluster_metrics(tmp_path_factory.mktemp("cluster"))
     for text in (replicated, *daemon_metrics(tmp_path_factory.mktemp("archive")), pipeline_metrics()):

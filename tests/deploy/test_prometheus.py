@@ -1,4 +1,5 @@
-"""Prometheus itself, from Debian: it loads our files, scrapes our daemons, and raises the alerts."""
+"""Prometheus itself, from Debian: it loads our files, scrapes our daemons, and raises the
+alerts."""
 
 from __future__ import annotations
 
@@ -213,7 +214,8 @@ class Trouble:
         self._requeueing.req(self._requeueing.read_message().id)
         self.nsqd.publish("poison", b"a")
         self._failing.req(self._failing.read_message().id)
-        # Longer than nsqd waits between two looks at its own lag: each look then finds 0.4 s and more.
+        # Longer than nsqd waits between two looks at its own lag: each look then finds 0.4 s and
+        # more.
         self.nsqd.call(lambda broker: time.sleep(0.9))
         self.pipelines["failing"].failures += 1
         self.pipelines["behind"].lag = (self.pipelines["behind"].lag or 0) + 1
@@ -227,7 +229,8 @@ def text(daemon: TestBroker) -> str:
 
 def test_a_real_prometheus_scrapes_the_daemons_and_sees_their_trouble(tmp_path: Path) -> None:
     program("prometheus")
-    # They need a damaged or full disk, a cluster, an absent store, or minutes. promtool has seen them fire.
+    # They need a damaged or full disk, a cluster, an absent store, or minutes. promtool has seen
+    # them fire.
     left_out = {"NsqdDiskNearlyFull", "NsqdDiskFilling", "NsqdMessagesLost", "NsqdMessagesDropped"}
     left_out |= {"NsqdClusterWithoutPrimary", "NsqdClusterDegraded", "NsqdCoordinatorDown"}
     left_out |= {"NsqdArchiveNotWritten", "NsqdArchiveNotRead"}

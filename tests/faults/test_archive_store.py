@@ -1,5 +1,5 @@
-"""A store that refuses, is slow or full, loses connections, answers late or lists late: publishers and
-consumers see nothing of it, and nsqd catches up by itself."""
+"""A store that refuses, is slow or full, loses connections, answers late or lists late: publishers
+and consumers see nothing of it, and nsqd catches up by itself."""
 
 from __future__ import annotations
 

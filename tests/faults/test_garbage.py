@@ -1,5 +1,5 @@
-"""Garbage on the TCP port and on the HTTP port gets documented errors or a closed connection, and has
-no other effect."""
+"""Garbage on the TCP port and on the HTTP port gets documented errors or a closed connection, and
+has no other effect."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Idempotent producers over cut connections and killed nsqds; `python -m tests.soak.idempotence` does
-more of it."""
+"""Idempotent producers over cut connections and killed nsqds; `python -m tests.soak.idempotence`
+does more of it."""
 
 from __future__ import annotations
 

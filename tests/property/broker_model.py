@@ -47,7 +47,8 @@ class Entry:
     holds_key: bool = False
     """It was sent while the channel was ordered: no other of its key is, before it is finished."""
     comes_first: bool = False
-    """It was sent before the channel became ordered, so it comes before older ones that were not."""
+    """It was sent before the channel became ordered, so it comes before older ones that were
+    not."""
     is_loose: bool = False
     """It was given up without having its key. If it is sent after all, it has no place."""
     key: str | None = field(init=False)

@@ -545,7 +545,8 @@ class BrokerMachine(RuleBasedStateMachine):
         self.abandoned.discard((name, body))
 
     def abandon(self, name: str, sequence: int = sys.maxsize) -> None:
-        """The messages of a channel before `sequence` are dropped or begun anew, whatever is on the way."""
+        """The messages of a channel before `sequence` are dropped or begun anew, whatever is on the
+        way."""
         for body, entry in self.model.channels[name].entries.items():
             if entry.state is State.GIVEN_UP and self.log[body][0] < sequence:
                 self.abandoned.add((name, body))

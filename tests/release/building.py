@@ -1,4 +1,5 @@
-"""Builds the sdist and wheels from a copy of the tree, and makes the environments that they are tried in."""
+"""Builds the sdist and wheels from a copy of the tree, and makes the environments that they are
+tried in."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ WITHOUT_COMPILER = {"CC": "/nonexistent/cc"}
 
 
 def run(*command: str | Path, cwd: Path | None = None, **variables: str) -> str:
-    """The output of a command that must succeed. It sees neither our sources nor our environment."""
+    """The output of a command that must succeed. It sees neither our sources nor our
+    environment."""
     done = subprocess.run(
         [*map(str, command)],
         cwd=cwd,
@@ -62,7 +64,8 @@ def build_sdist(folder: Path) -> Path:
 def build_wheel(
     source: Path, folder: Path, python: str = sys.executable, **variables: str
 ) -> tuple[Path, str]:
-    """A wheel of a source tree, and what the build has said. The running Python uses its own setuptools."""
+    """A wheel of a source tree, and what the build has said. The running Python uses its own
+    setuptools."""
     # What an earlier build left there would be used again.
     shutil.rmtree(source / "build", ignore_errors=True)
     isolation = ["--no-build-isolation"] if python == sys.executable else []

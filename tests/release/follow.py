@@ -9,9 +9,11 @@ says, in an empty folder:
 - A file under `<!-- examples/... -->` is written under its name.
 - The lines of a block marked `sh` are run in order, and so are the lines of other blocks that begin
   with `$ `.
-- The lines behind such a line are its output. `…` stands for any text, and VARIES says which numbers differ.
+- The lines behind such a line are its output. `…` stands for any text, and VARIES says which
+numbers differ.
 - A `toml` block without a name is a part of a file that a command has written.
-- `pip install '.[server]'` installs the wheel. Anything else that pip is told to install, it must find.
+- `pip install '.[server]'` installs the wheel. Anything else that pip is told to install, it must
+find.
 
 The pages use the standard ports, so all this runs in a network namespace of its own.
 """

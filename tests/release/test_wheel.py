@@ -1,6 +1,7 @@
 """The sdist is complete, a wheel of it has everything, and the pages can be followed with it.
 
-`make test-wheel` does the same in clean environments, on each Python that we support, Spark included."""
+`make test-wheel` does the same in clean environments, on each Python that we support, Spark
+included."""
 
 from __future__ import annotations
 

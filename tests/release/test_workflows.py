@@ -1,4 +1,5 @@
-"""The workflows of the build server: their form, and that what they name exists. They cannot be run here."""
+"""The workflows of the build server: their form, and that what they name exists. They cannot be run
+here."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from tests.support import wait_until
 from tests.support.brokers import BrokerProcess
 from tests.support.connection import ConnectionClosed
 
-# A node listens only while it is primary, so another process could take its ports meanwhile. Each node
-# has a loopback address of its own instead: nothing else uses that.
+# A node listens only while it is primary, so another process could take its ports meanwhile. Each
+# node has a loopback address of its own instead: nothing else uses that.
 _HOSTS = (f"127.{64 + os.getpid() // 256 % 64}.{os.getpid() % 256}.{number}" for number in count(1))
 
 

@@ -37,7 +37,8 @@ class CoordinatorProcess:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Without a clean stop. PostgreSQL's processes end with the first of them, as in a crash."""
+        """Without a clean stop. PostgreSQL's processes end with the first of them, as in a
+        crash."""
         self.signal(SIGQUIT)
         self._process.wait()
 

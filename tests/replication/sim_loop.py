@@ -1,4 +1,5 @@
-"""An event loop in which time, network and threads are simulated, so that a seed decides everything.
+"""An event loop in which time, network and threads are simulated, so that a seed decides
+everything.
 
 Whatever runs in it belongs to a process, or to the world outside. A process can be killed, which
 leaves its tasks where they are, and paused.
@@ -82,8 +83,8 @@ class SimThread(Thread):
 
 
 class Network:
-    """Who reaches whom, and how fast. Bytes that are on their way stay in order, and wait while their
-    way is cut."""
+    """Who reaches whom, and how fast. Bytes that are on their way stay in order, and wait while
+    their way is cut."""
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance

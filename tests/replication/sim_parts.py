@@ -39,8 +39,8 @@ WORLDS: list[World] = []
 
 
 class SimFiles(Files):
-    """The disk of a process. It may be full, and the process may die at any call that changes it, in
-    the middle of a write."""
+    """The disk of a process. It may be full, and the process may die at any call that changes it,
+    in the middle of a write."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Ten rounds of tests/soak/failover.py: real nodes, coordinators and clients in network namespaces.
 
-Judged by what was lost. How long clients stood still is in the output only, since the machine may be
-busy.
+Judged by what was lost. How long clients stood still is in the output only, since the machine may
+be busy.
 """
 
 from __future__ import annotations

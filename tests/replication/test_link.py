@@ -45,7 +45,8 @@ def directory() -> Iterator[Path]:
 
 
 class Cluster:
-    """A primary with a broker. The coordinator grants every change of the set, when it is told to."""
+    """A primary with a broker. The coordinator grants every change of the set, when it is told
+    to."""
 
     def __init__(self, directory: Path, **more: Any) -> None:
         self.path = directory / "a"

@@ -269,7 +269,8 @@ def test_a_pair_survives_the_loss_of_both_at_once_and_of_its_coordinator(etcd: s
         second.publish("t", b"2")
         for node in cluster.nodes.values():
             node.kill()
-        # The record is gone for good. The node that has everything starts first, at another coordinator.
+        # The record is gone for good. The node that has everything starts first, at another
+        # coordinator.
         with run_etcd(tmp_path / "new-etcd") as url:
             for node in cluster.nodes.values():
                 node.flags["replication_coordinator"] = url.replace("http://", "etcd://")

@@ -611,8 +611,8 @@ def test_stopping_does_not_wait_for_a_peer_that_is_silent(run: Run, monkeypatch:
 
 
 def test_a_connect_that_is_given_up_just_as_it_succeeds_does_not_stop_the_peer() -> None:
-    """SYN is sent again after one second, and the connect is given up then, too. uvloop closes such a
-    connection without a word, and close() waited for that word for ever."""
+    """SYN is sent again after one second, and the connect is given up then, too. uvloop closes such
+    a connection without a word, and close() waited for that word for ever."""
 
     async def scenario() -> None:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,5 @@
-"""The node that a new primary has replaced is hidden at nsqlookupds that know nothing of clusters."""
+"""The node that a new primary has replaced is hidden at nsqlookupds that know nothing of
+clusters."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""A replicated nsqd under faults: every acknowledged message is delivered, and no id names two bodies.
+"""A replicated nsqd under faults: every acknowledged message is delivered, and no id names two
+bodies.
 
     python -m tests.soak.failover --rounds 200 --coordinator etcd --seed 1
 
-Real nodes, a real coordinator and clients (pynsq, gnsq, nsqjs, ours, and one that tries again at once)
-run on machines of their own: network namespaces that a bridge joins. The disks of the nodes are small.
-One fault follows the other: processes are killed, stopped and restarted, packets between two machines
-or all packets of one get lost, disks are full, slow or stand still. In the end every client must have
-received everything that was acknowledged to it. Prints for each kind of fault what was acknowledged
-and lost, and how long clients stood still. Exit status 1 if a message was lost, an id names two
-bodies, or a client does not work again.
+Real nodes, a real coordinator and clients (pynsq, gnsq, nsqjs, ours, and one that tries again at
+once) run on machines of their own: network namespaces that a bridge joins. The disks of the nodes
+are small. One fault follows the other: processes are killed, stopped and restarted, packets between
+two machines or all packets of one get lost, disks are full, slow or stand still. In the end every
+client must have received everything that was acknowledged to it. Prints for each kind of fault what
+was acknowledged and lost, and how long clients stood still. Exit status 1 if a message was lost, an
+id names two bodies, or a client does not work again.
 """
 
 from __future__ import annotations

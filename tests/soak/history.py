@@ -1,16 +1,17 @@
-"""Kills while the past of a topic moves into an object store, and Spark reads it from there into a table.
+"""Kills while the past of a topic moves into an object store, and Spark reads it from there into a
+table.
 
     python -m tests.soak.history --kills 100 --seed 1
 
-Two nsqd archive their log files to an S3 server and remove them from the disk as soon as they are there.
-A pipeline reads the archive and live messages into a Delta table, whose files are joined meanwhile. nsqd,
-the driver, executors, Python workers and the store are killed at random moments and come back; the
-objects of the store survive, as those of a real one. A second topic has an archive that soon forgets, so
-objects are removed all the time.
+Two nsqd archive their log files to an S3 server and remove them from the disk as soon as they are
+there. A pipeline reads the archive and live messages into a Delta table, whose files are joined
+meanwhile. nsqd, the driver, executors, Python workers and the store are killed at random moments
+and come back; the objects of the store survive, as those of a real one. A second topic has an
+archive that soon forgets, so objects are removed all the time.
 
 In the end every message must be in the table once and in the log once, and after the time that
-docs/internals/archive.md promises (shortened by flags of nsqd) the store must have no object that the
-latest manifests do not name. Exit status 1 if not, or if it gets stuck.
+docs/internals/archive.md promises (shortened by flags of nsqd) the store must have no object that
+the latest manifests do not name. Exit status 1 if not, or if it gets stuck.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ publish raises.
 
 Producers publish through proxies that cut each connection after a random number of bytes, in the
 middle of commands and of answers. From time to time an nsqd is killed with SIGKILL and started
-again. In the end every message must be in the topics exactly once, over all nsqds, and every publish
-must have returned without an error. Exit status 1 if not.
+again. In the end every message must be in the topics exactly once, over all nsqds, and every
+publish must have returned without an error. Exit status 1 if not.
 """
 
 from __future__ import annotations

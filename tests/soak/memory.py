@@ -1,13 +1,15 @@
-"""Does a daemon leak? The memory of nsqd, nsqlookupd and nsqadmin while clients and topics come and go.
+"""Does a daemon leak? The memory of nsqd, nsqlookupd and nsqadmin while clients and topics come and
+go.
 
     python -m tests.soak.memory --minutes 24
 
-Four threads repeat one round: they create a topic, connect clients that publish, finish, requeue and defer
-messages and leave in the middle of a command, and delete the topic. Beside them one thread publishes to a
-lasting topic and consumes it, and one loads the pages of nsqadmin. The table shows the memory of each daemon
-(RssAnon) at each tenth of the run. The exit status is 1 if nsqd or nsqlookupd grew by more than `--allowed`
-MB a minute in the second half. nsqadmin is not judged: its history fills for a week, up to
-`--history-memory`. Topic names repeat, because nsqlookupd remembers the name of every topic, as in NSQ.
+Four threads repeat one round: they create a topic, connect clients that publish, finish, requeue
+and defer messages and leave in the middle of a command, and delete the topic. Beside them one
+thread publishes to a lasting topic and consumes it, and one loads the pages of nsqadmin. The table
+shows the memory of each daemon (RssAnon) at each tenth of the run. The exit status is 1 if nsqd or
+nsqlookupd grew by more than `--allowed` MB a minute in the second half. nsqadmin is not judged: its
+history fills for a week, up to `--history-memory`. Topic names repeat, because nsqlookupd remembers
+the name of every topic, as in NSQ.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@
 Messages have one of many keys, some keys far more often than others, and a number within their key.
 Consumers join, die, requeue with and without a delay, and let messages time out. Without --tcp the
 broker runs in this process with a clock of its own, and is also restarted and crashed; a crash may
-deliver what was finished since the last checkpoint once more, in order. With --tcp nsqd is a process
-of its own, and the consumers are those of the client library. Exit status 1 after a violation.
+deliver what was finished since the last checkpoint once more, in order. With --tcp nsqd is a
+process of its own, and the consumers are those of the client library. Exit status 1 after a
+violation.
 
 Over TCP the consumers have the client library's own limit of attempts, as most clients do. Each
 consumer that dies costs the messages that it had an attempt, so some reach the limit. Then the
@@ -106,8 +107,8 @@ class Keys:
         del self._holders[key]
 
     def is_out(self, key: int) -> bool:
-        """Whether a client has a message of this key. After its connection is lost, a message of the
-        client library counts as answered, and nsqd may send it to another client."""
+        """Whether a client has a message of this key. After its connection is lost, a message of
+        the client library counts as answered, and nsqd may send it to another client."""
         holder = self._holders.get(key)
         if holder is not None and isinstance(holder[0], Message) and holder[0].is_answered:
             del self._holders[key]

@@ -1,7 +1,7 @@
 """nsqd on a disk that can be made slow: python -m tests.soak.slow_nsqd CONTROL FLAG...
 
-While the file CONTROL exists, each write and each sync takes as many seconds as it says, or until the
-file is removed.
+While the file CONTROL exists, each write and each sync takes as many seconds as it says, or until
+the file is removed.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ Runs an S3 server, an nsqd with an archive there, and a standalone Spark cluster
 do not see the driver's directory. A pipeline keeps a topic as a Delta table; checkpoint, table and
 archive are in the store. While numbered messages are published, drivers and executors are killed
 with SIGKILL at random moments. Each new driver starts with an empty directory, as on another
-machine. In the end every number must be in the table exactly once. Exit status 1 if not. Needs root,
-for workers that see other files.
+machine. In the end every number must be in the table exactly once. Exit status 1 if not. Needs
+root, for workers that see other files.
 """
 
 from __future__ import annotations

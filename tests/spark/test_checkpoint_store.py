@@ -1,4 +1,5 @@
-"""A checkpoint in an object store: what a driver on another machine finds, and two drivers at once."""
+"""A checkpoint in an object store: what a driver on another machine finds, and two drivers at
+once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""nsqlookupd for tests, in a thread of this process or as a real process, and a raw connection to it.
+"""nsqlookupd for tests, in a thread of this process or as a real process, and a raw connection to
+it.
 
 LookupdThread(**flags), LookupdProcess(**flags)
                                     context managers; flags in snake_case, floats are seconds

@@ -1,4 +1,5 @@
-"""Stands before an S3 server: counts requests by kind, and has troubles that only the store itself can have.
+"""Stands before an S3 server: counts requests by kind, and has troubles that only the store itself
+can have.
 
 with S3Front(endpoint) as front:      endpoint: http://host:port of the server
     front.url                         what clients are given
@@ -8,7 +9,8 @@ with S3Front(endpoint) as front:      endpoint: http://host:port of the server
     front.freeze_lists("bucket")      lists show the objects of this moment, whatever happens after it
     front.heal()
 
-python -m tests.support.s3_front PORT ENDPOINT: the same in a process of its own, which can be killed.
+python -m tests.support.s3_front PORT ENDPOINT: the same in a process of its own, which can be
+killed.
 """
 
 from __future__ import annotations

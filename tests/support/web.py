@@ -1,4 +1,5 @@
-"""An HTTP server for a handler of the standard library, in a thread. Tests play foreign servers with it."""
+"""An HTTP server for a handler of the standard library, in a thread. Tests play foreign servers
+with it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class HandlerServer(ThreadingHTTPServer):
         self._thread.start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # A client may leave without its answer. The traceback would be in the output of another test.
+        # A client may leave without its answer. The traceback would be in the output of another
+        # test.
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 

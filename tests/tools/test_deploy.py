@@ -1,4 +1,5 @@
-"""`nsparq deploy` lists and writes the files of deploy/. tests/release tries it in an installed package."""
+"""`nsparq deploy` lists and writes the files of deploy/. tests/release tries it in an installed
+package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The health check of the container image. tests/deploy/test_container.py runs it beside the daemons."""
+"""The health check of the container image. tests/deploy/test_container.py runs it beside the
+daemons."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S: Final = 1.0
 MAX_BACKOFF_S: Final = 30.0
 ROOM_FOR: Final = 4
-"""Segments that must have room in the cache for read-ahead: one that is read, two that come next, and
-one that was read before. A smaller cache would lose segments before they are read."""
+"""Segments that must have room in the cache for read-ahead: one that is read, two that come next,
+and one that was read before. A smaller cache would lose segments before they are read."""
 
 _SUFFIX: Final = ".segment"
 _TEMPORARY: Final = ".fetching"
@@ -72,8 +72,8 @@ class SegmentCache:
         """By name: the open copy and its size. The least recently used comes first."""
         self._fetching: dict[str, Future[FileReader]] = {}
         self._ahead: set[str] = set()
-        """Segments whose read-ahead waits for a thread. Readers ask for it again and again, and a late
-        repeat would fetch a segment that everybody has read."""
+        """Segments whose read-ahead waits for a thread. Readers ask for it again and again, and a
+        late repeat would fetch a segment that everybody has read."""
         self._backoff_s = FIRST_BACKOFF_S
         self._retry_at = 0.0
 

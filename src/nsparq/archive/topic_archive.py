@@ -1,7 +1,7 @@
 """The archive of one log: uploads segments, commits manifests, and removes what no manifest names.
 
-Everything here waits for the store and runs in a thread, one call at a time. docs/internals/archive.md
-has the rules, and why a second writer can do no harm.
+Everything here waits for the store and runs in a thread, one call at a time.
+docs/internals/archive.md has the rules, and why a second writer can do no harm.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class TopicArchive:
         replaced_s: float = REPLACED_S,
     ) -> None:
         """`known` is the last manifest that this log has seen, perhaps an empty one. `writer` names
-        the run of nsqd. `unknown_s` is the age at which a segment that no manifest names is removed,
-        `replaced_s` that of a manifest that a later one has replaced."""
+        the run of nsqd. `unknown_s` is the age at which a segment that no manifest names is
+        removed, `replaced_s` that of a manifest that a later one has replaced."""
         self.manifest = known
         self.is_replaced = False
         """Whether another nsqd has taken over."""

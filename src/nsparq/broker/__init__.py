@@ -1,1 +1,2 @@
-"""Topics, channels and the rules of delivery. Synchronous: no sockets, no tasks, time is an argument."""
+"""Topics, channels and the rules of delivery. Synchronous: no sockets, no tasks, time is an
+argument."""

@@ -308,8 +308,8 @@ class Broker:
     def due_times(self, written_ns: int = 0) -> Callable[[int], int]:
         """A function from due times on disk, which are wall time, to those of the monotonic clock.
 
-        `written_ns` is the wall time at which they were written: it cannot be earlier now, whatever the wall
-        clock says. And no delay is longer than the longest that a client can ask for.
+        `written_ns` is the wall time at which they were written: it cannot be earlier now, whatever
+        the wall clock says. And no delay is longer than the longest that a client can ask for.
         """
         now_ns, wall_ns = self.monotonic_ns(), max(self.wall_ns(), written_ns)
         latest_ns = now_ns + round(self.options.max_req_timeout * 1e9)

@@ -2,8 +2,8 @@
 
 `cursor` is the channel's place in the log. `unfinished` holds messages that the cursor has passed
 and that are not finished. `delivery` sends messages and takes the clients' answers. `checkpoint`
-keeps the state on disk. `carried_over` keeps messages whose segments have to go. Messages are named by
-their sequence numbers; the ids that clients see also hold the node id, which may be another one
+keeps the state on disk. `carried_over` keeps messages whose segments have to go. Messages are named
+by their sequence numbers; the ids that clients see also hold the node id, which may be another one
 after a restart.
 """
 

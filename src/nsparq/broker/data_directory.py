@@ -67,7 +67,8 @@ class DataDirectory:
         """Note that a version without headers cannot read this directory any more: it would take
         messages with headers for damage. Raises OSError."""
         self._files.make_directory(self.topics)
-        # No temporary file: it would be a name that nobody knows, if nsqd is killed before the rename.
+        # No temporary file: it would be a name that nobody knows, if nsqd is killed before the
+        # rename.
         with self._files.opened(self.topics / NEEDS_HEADERS):
             pass
         self.needs_headers = True

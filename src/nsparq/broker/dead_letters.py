@@ -200,8 +200,8 @@ class DeadLetters:
 
 def _without_origin(message: Batch) -> tuple[bytes, bytes]:
     """Body and header block of a message that becomes a letter. If it is a letter already, all that
-    it says becomes the body, so that the new origin does not replace the old one. Other headers with
-    names of an origin are left out: each name may occur once."""
+    it says becomes the body, so that the new origin does not replace the old one. Other headers
+    with names of an origin are left out: each name may occur once."""
     if message.headers is None:
         return message.data, b""
     if PREFIX.encode() not in message.headers.data:

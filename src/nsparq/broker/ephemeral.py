@@ -1,4 +1,5 @@
-"""Bounds on the memory of ephemeral topics: in messages for each topic, in bytes for all of them together."""
+"""Bounds on the memory of ephemeral topics: in messages for each topic, in bytes for all of them
+together."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class EphemeralBound:
             self.reclaim()
 
     def reclaim(self) -> None:
-        """Let go of what nobody needs, or as much of it as can be done in one step. The next turn goes on."""
+        """Let go of what nobody needs, or as much of it as can be done in one step. The next turn
+        goes on."""
         topic, log, limit = self._topic, self._log, self._limit
         if not topic.channels:
             surplus = log.count(topic.origin, log.end) - limit
@@ -63,8 +65,8 @@ class EphemeralBound:
         self._reclaim_above = 2 * (log.end - log.start)
 
     def give_up(self, size_bytes: int) -> None:
-        """Let go of at least so many bytes: of what nobody needs, then of the oldest messages. Messages that
-        were still to be sent are counted as dropped."""
+        """Let go of at least so many bytes: of what nobody needs, then of the oldest messages.
+        Messages that were still to be sent are counted as dropped."""
         log = self._log
         enough = log.held_bytes - size_bytes
         self.reclaim()
@@ -102,8 +104,9 @@ class EphemeralBound:
 
 
 def bound_memory(topics: Mapping[str, Topic], memory: EphemeralMemory) -> None:
-    """Keep all ephemeral topics together within their limit in bytes: the largest gives up its oldest
-    messages. A sixteenth more than needed goes, so that this is not done for each message."""
+    """Keep all ephemeral topics together within their limit in bytes: the largest gives up its
+    oldest messages. A sixteenth more than needed goes, so that this is not done for each
+    message."""
     if memory.size_bytes <= memory.limit_bytes:
         return
     enough = memory.limit_bytes - memory.limit_bytes // 16

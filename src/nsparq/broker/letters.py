@@ -56,8 +56,8 @@ _ORIGIN: Final = re.compile(
 )
 """The headers of a letter's origin, at the end of its header block."""
 _DIFFERENT: Final = ((3, 16), (4, 10), (8, 10))
-"""The groups of _ORIGIN in which letters of a batch differ, and the bases of these numbers: id, time of
-publishing, time of giving up."""
+"""The groups of _ORIGIN in which letters of a batch differ, and the bases of these numbers: id,
+time of publishing, time of giving up."""
 _DIGITS: Final = np.full(256, 16, np.uint64)
 """The values of hexadecimal digits; 16 for other characters."""
 _DIGITS[list(b"0123456789abcdef")] = range(16)
@@ -324,7 +324,8 @@ class Part:
 
 
 def locate_letters(topic: Topic, start: int, end: int, max_bytes: int) -> list[LogRange]:
-    """The bytes of the messages from `start` on, up to about `max_bytes`, to be read in a thread."""
+    """The bytes of the messages from `start` on, up to about `max_bytes`, to be read in a
+    thread."""
     ranges: list[LogRange] = []
     size = 0
     while start < end and size < max_bytes:

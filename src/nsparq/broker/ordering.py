@@ -2,8 +2,8 @@
 keys beside them.
 
 The unfinished messages of a key form a queue, and only the first of them may be sent. Until it is
-finished, the others are parked: the cursor has passed them, and they wait to be sent. So the lock on
-a key is held by a message, not by a client, and a requeue, a timeout or a lost client does not
+finished, the others are parked: the cursor has passed them, and they wait to be sent. So the lock
+on a key is held by a message, not by a client, and a requeue, a timeout or a lost client does not
 release it. Only unfinished messages have a place here. The memory does not grow with the number of
 keys.
 """

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 MAX_EXPIRED: Final = 1000
 """Expired messages that wait to become dead letters at a time."""
 EXPIRY_CHECK_NS: Final = 100_000_000
-"""Longest time between two checks of the oldest message of a channel that delivers. A message behind
-it is older only if the wall clock was set back."""
+"""Longest time between two checks of the oldest message of a channel that delivers. A message
+behind it is older only if the wall clock was set back."""
 
 
 class Retries:

@@ -1,5 +1,5 @@
-"""Clients that want only a share of the messages: IDENTIFY with `sample_rate`. The messages that are
-left out count as finished."""
+"""Clients that want only a share of the messages: IDENTIFY with `sample_rate`. The messages that
+are left out count as finished."""
 
 from __future__ import annotations
 

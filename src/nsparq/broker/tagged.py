@@ -26,8 +26,8 @@ def count_tagged(log: Log, tag: int, since: int) -> int:
 
 
 def tagged_messages(log: Log, tag: int, since: int) -> Iterator[tuple[int, bytes, bytes]]:
-    """The messages with this tag, from a sequence number on: number, body and header block. May wait
-    for the disk."""
+    """The messages with this tag, from a sequence number on: number, body and header block. May
+    wait for the disk."""
     for head, data, position in _iter_tagged(log, tag, since):
         for batch in iter_batches(memoryview(data)[position : position + head.size]):
             yield from zip(range(batch.base, batch.end), batch.bodies(), batch.blocks(), strict=True)

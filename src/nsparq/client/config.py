@@ -111,8 +111,9 @@ class Config:
     its first channel. For ephemeral channels; NSQ's own nsqd ignores it."""
 
     headers: bool = True
-    """Ask for message headers. Without them a consumer gets what NSQ's clients get: bodies alone, and
-    the dead letters of nsqd as JSON; and a producer cannot publish any. NSQ's own nsqd ignores it."""
+    """Ask for message headers. Without them a consumer gets what NSQ's clients get: bodies alone,
+    and the dead letters of nsqd as JSON; and a producer cannot publish any. NSQ's own nsqd ignores
+    it."""
 
     tracing: Tracing | None = None
     """Traces publishes and handlers; `nsparq.integrations.opentelemetry` has one."""

@@ -45,8 +45,8 @@ AVOID_S: Final = 30.0
 class Producer:
     """Connects at the first publish. Safe to use from many tasks of one event loop.
 
-    After fork() it works in both processes: the child has its own event loop, and the producer opens
-    a new connection there."""
+    After fork() it works in both processes: the child has its own event loop, and the producer
+    opens a new connection there."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class Producer:
         and tried again if no broker can be reached, until `config.publish_timeout` has passed. The
         message may then be delivered twice.
 
-        With `idempotent`, which implies `retry`, it is not: nsqd knows the message again and does not
-        store it twice. A publish that an nsqd may have is sent again to that nsqd only. If it does not
-        come back in time, the publish raises PublishTimeout. Of producers with the same `name` only the
-        one made last can publish; without a name each has its own."""
+        With `idempotent`, which implies `retry`, it is not: nsqd knows the message again and does
+        not store it twice. A publish that an nsqd may have is sent again to that nsqd only. If it
+        does not come back in time, the publish raises PublishTimeout. Of producers with the same
+        `name` only the one made last can publish; without a name each has its own."""
         if max_pending < 1:
             raise ValueError("max_pending is at least 1")
         self.config = config or Config()
@@ -174,11 +174,12 @@ class Producer:
     ) -> None:
         """Publish one message, to be delivered after `defer` seconds.
 
-        `body` is bytes, a text, or an object that becomes JSON: a dictionary, a list, a dataclass, a
-        pydantic model, a msgspec Struct. A subscription with the same type gets an equal object.
+        `body` is bytes, a text, or an object that becomes JSON: a dictionary, a list, a dataclass,
+        a pydantic model, a msgspec Struct. A subscription with the same type gets an equal object.
         Raises PublishFailed with the broker's error, NotConnected or ConnectFailed, PublishTimeout,
-        Stopped; HeadersNotSupported if there are `headers` and the broker does not know them; TypeError
-        for an object that has no form in JSON; ValueError for an empty message or bad headers."""
+        Stopped; HeadersNotSupported if there are `headers` and the broker does not know them;
+        TypeError for an object that has no form in JSON; ValueError for an empty message or bad
+        headers."""
         line = self._lines.get(topic) or self._line(topic)
         if type(body) is not bytes:
             body = encode_payload(body)
@@ -202,8 +203,8 @@ class Producer:
         headers: HeadersOfMany | None = None,
     ) -> None:
         """Publish several messages, all or none of them: bytes, texts or objects, as publish().
-        `headers` is a mapping for all of them, or a list with one mapping, or None, for each. Raises as
-        publish()."""
+        `headers` is a mapping for all of them, or a list with one mapping, or None, for each.
+        Raises as publish()."""
         line = wire.mpub_line(self._lines.get(topic) or self._line(topic))
         if self._numbers is not None:
             await self._send(self._numbers.mpub(topic, line, bodies, headers, encode_bodies), True)
@@ -286,8 +287,8 @@ class Producer:
     async def _sent(
         self, command: bytes, deadline: float, needs_headers: bool, bound_to: str
     ) -> tuple[ProducerConnection, asyncio.Future[Outcome] | None]:
-        """Send a command as soon as there is a connection with room. Nothing is sent, and there will
-        be no answer, if the connection leads to another broker than `bound_to`."""
+        """Send a command as soon as there is a connection with room. Nothing is sent, and there
+        will be no answer, if the connection leads to another broker than `bound_to`."""
         while True:
             # Outside the lock: if no connection can be made, all waiting publishes fail together.
             await self._connected_with_retry()
@@ -433,7 +434,8 @@ def _begin_in_child() -> None:
 
 
 _of_the_parent: list[object] = []
-"""Kept forever in a child: futures and tasks of the parent's event loop, which nobody awaits there."""
+"""Kept forever in a child: futures and tasks of the parent's event loop, which nobody awaits
+there."""
 
 
 os.register_at_fork(after_in_child=_begin_in_child)

@@ -104,11 +104,11 @@ class Subscriptions:
         functions run in threads. `config` replaces the common one.
 
         A message that fails is tried again up to `retries` times: after `retry_delay` seconds,
-        doubled for every further retry, or after the seconds that the function `retry_delay` returns
-        for the number of the retry. Exceptions that are not in `retry_on` are not retried. Without
-        these, `config` decides. After the last retry the message is a dead letter: `dead_letter` is
-        a topic that gets DeadLetters, or a function of message and exception; without it, dead
-        letters are only logged. Raises TypeError, ValueError.
+        doubled for every further retry, or after the seconds that the function `retry_delay`
+        returns for the number of the retry. Exceptions that are not in `retry_on` are not retried.
+        Without these, `config` decides. After the last retry the message is a dead letter:
+        `dead_letter` is a topic that gets DeadLetters, or a function of message and exception;
+        without it, dead letters are only logged. Raises TypeError, ValueError.
         """
         check_dead_letter(dead_letter, topic)
         rules = RetryRules.of(config or self._config, retries, retry_delay, retry_on)
@@ -147,8 +147,8 @@ class Subscriptions:
 
     @property
     def is_running(self) -> bool:
-        """Whether this process has started it. After fork() it runs in the parent only, and the child
-        may start its own."""
+        """Whether this process has started it. After fork() it runs in the parent only, and the
+        child may start its own."""
         return self._running_in == os.getpid()
 
     async def start(self) -> None:

@@ -105,8 +105,9 @@ class Producer:
     ) -> None:
         """Publish one message, to be delivered after `defer` seconds. Returns when the broker has
         acknowledged it. `body` is bytes, a text, or an object that becomes JSON, as for
-        nsparq.client.Producer, and so are `headers`. Raises PublishFailed, NotConnected, ConnectFailed,
-        PublishTimeout, Stopped, HeadersNotSupported; TypeError for an object that has no form in JSON."""
+        nsparq.client.Producer, and so are `headers`. Raises PublishFailed, NotConnected,
+        ConnectFailed, PublishTimeout, Stopped, HeadersNotSupported; TypeError for an object that
+        has no form in JSON."""
         encoded = encode_payload(body)
         self._publish(lambda: self._thread.resource.publish(topic, encoded, defer=defer, headers=headers))
 
@@ -117,8 +118,8 @@ class Producer:
         *,
         headers: HeadersOfMany | None = None,
     ) -> None:
-        """Publish several messages, all or none of them. `headers` is a mapping for all of them, or a
-        list with one mapping, or None, for each. Raises as publish()."""
+        """Publish several messages, all or none of them. `headers` is a mapping for all of them, or
+        a list with one mapping, or None, for each. Raises as publish()."""
         encoded = encode_bodies(bodies)
         self._publish(lambda: self._thread.resource.publish_many(topic, encoded, headers=headers))
 

@@ -1,5 +1,5 @@
-"""How producers and consumers are traced: `Config(tracing=…)`. `nsparq.integrations.opentelemetry` has
-an implementation. Without one, no step of a publish or of a handler knows of tracing."""
+"""How producers and consumers are traced: `Config(tracing=…)`. `nsparq.integrations.opentelemetry`
+has an implementation. Without one, no step of a publish or of a handler knows of tracing."""
 
 from __future__ import annotations
 

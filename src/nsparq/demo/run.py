@@ -30,8 +30,8 @@ CHART: Final = "demo.svg"
 PIPELINES: Final = {"events": "running", "activity": "running"}
 POLL_S: Final = 0.5
 STUCK_S: Final = 600.0
-"""Without progress for this long, the demo fails. On a busy machine Spark's first micro-batch alone may
-take minutes."""
+"""Without progress for this long, the demo fails. On a busy machine Spark's first micro-batch alone
+may take minutes."""
 STOP_S: Final = 60.0
 """Time for a micro-batch to end, on a busy machine."""
 

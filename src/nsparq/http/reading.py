@@ -109,7 +109,8 @@ class RequestReader:
         return True
 
     def _remember_head(self, data: bytes) -> None:
-        """Remember the head of the only queued request, if it is a plain one. `data` is the request."""
+        """Remember the head of the only queued request, if it is a plain one. `data` is the
+        request."""
         request, early, keep_alive = self._connection.first_in_queue
         end = data.find(b"\r\n\r\n", 0, limits.MAX_KNOWN) + 4
         endpoint = request.endpoint

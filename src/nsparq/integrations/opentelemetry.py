@@ -34,11 +34,12 @@ _TYPES: Final = {"publish": "send", "receive": "receive", "process": "process"}
 
 
 class OpenTelemetry:
-    """`Config(tracing=OpenTelemetry())` traces every publish, every call of a handler, and every message
-    that a loop gets."""
+    """`Config(tracing=OpenTelemetry())` traces every publish, every call of a handler, and every
+    message that a loop gets."""
 
     def __init__(self, tracer_provider: TracerProvider | None = None) -> None:
-        """Without a provider it is the global one, as `opentelemetry.trace.set_tracer_provider` set it."""
+        """Without a provider it is the global one, as `opentelemetry.trace.set_tracer_provider` set
+        it."""
         self._tracer = trace.get_tracer("nsparq", __version__, tracer_provider)
 
     # for producers and consumers: nsparq.client.tracing.Tracing
@@ -83,8 +84,8 @@ class OpenTelemetry:
         producer.publish_many = traced_publish_many  # type: ignore[method-assign]
 
     def trace_handler(self, handle: Handle, topic: str, channel: str) -> Handle:
-        """A handler of a message, or of a list of them, that runs within a span. The span continues the
-        trace of the message; for a list it has a link to the trace of each."""
+        """A handler of a message, or of a list of them, that runs within a span. The span continues
+        the trace of the message; for a list it has a link to the trace of each."""
 
         async def traced(given: Message | list[Message]) -> Any:
             with self._processing(given, topic, channel) as span, _noting_errors(span):
@@ -149,8 +150,8 @@ class OpenTelemetry:
 
 
 def context_of(message: Message) -> Context:
-    """The context in which a message was published. In a loop over messages, begin your own spans with
-    it: `tracer.start_as_current_span("bill", context=context_of(message))`."""
+    """The context in which a message was published. In a loop over messages, begin your own spans
+    with it: `tracer.start_as_current_span("bill", context=context_of(message))`."""
     return propagate.extract(message.headers, Context())
 
 

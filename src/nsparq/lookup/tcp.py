@@ -58,7 +58,8 @@ class Connection(asyncio.Protocol):
         """Set by IDENTIFY."""
         self.last_command_s = self._loop.time()
         self._commands: Iterator[Command] | None = None
-        """Commands that wait for the next turn or for the peer to read. Reading pauses meanwhile."""
+        """Commands that wait for the next turn or for the peer to read. Reading pauses
+        meanwhile."""
         self._is_writable = True
         self._is_closing = False
         self._linger: asyncio.TimerHandle | None = None

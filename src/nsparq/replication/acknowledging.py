@@ -6,8 +6,8 @@ go on without it. So a primary that is cut off can acknowledge nothing: it reach
 nor, if another node has taken over, its record. No clock is needed for that.
 
 A node that joins must confirm from then on. It comes into the set when it has everything that was
-acknowledged before. While a change of the set is under way, or nobody knows whether it has happened,
-nodes of the old set and of the new one must confirm.
+acknowledged before. While a change of the set is under way, or nobody knows whether it has
+happened, nodes of the old set and of the new one must confirm.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What replication needs of a coordinator: one record that changes by compare-and-set, and a sign of
-life of the primary.
+"""What replication needs of a coordinator: one record that changes by compare-and-set, and a sign
+of life of the primary.
 
 A primary's sign of life only decides *when* another node tries to take over. Whether it may is
 decided by the record.

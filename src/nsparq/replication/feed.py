@@ -1,7 +1,7 @@
 """The changes of a primary on their way to its followers: numbered, in blocks.
 
-Blocks stay in memory until every follower has confirmed them, so that one whose connection broke for
-a moment goes on where it was. A lost follower is waited for as long as there is room.
+Blocks stay in memory until every follower has confirmed them, so that one whose connection broke
+for a moment goes on where it was. A lost follower is waited for as long as there is room.
 """
 
 from __future__ import annotations

@@ -178,7 +178,8 @@ class Follower:
             self._close()
             self.is_complete = False
             mark, names = read_mark(self._files, self._root), self._files.list_directory(self._root)
-            # A crash may have left a part of the first mark, or this node may have tried to be the first.
+            # A crash may have left a part of the first mark, or this node may have tried to be the
+            # first.
             own = {f"{MARK}.tmp"} if mark is None or mark.cluster != UNKNOWN else {f"{MARK}.tmp", MARK}
             if {*names} - own and (mark is None or mark.cluster != self._cluster):
                 raise ForeignData(self._root, self._cluster)
@@ -294,7 +295,8 @@ class Follower:
         self._make([*decode_changes(data)], first, is_snapshot=is_snapshot)
 
     def _make(self, changes: list[Change], first: int, *, is_snapshot: bool = False) -> None:
-        """Make changes, before which there are `first` ones. Their syncs are left in the applier."""
+        """Make changes, before which there are `first` ones. Their syncs are left in the
+        applier."""
         if not is_snapshot and first != self.number:
             raise BadFrame(f"changes from {first} on, after {self.number}")
         with self._lock:
@@ -304,7 +306,8 @@ class Follower:
                 for number, change in enumerate(changes, first + 1):
                     self._applier.apply(change, number)
             except BaseException:
-                # Some are made, and some are not. The data path is a good one, but nobody knows which.
+                # Some are made, and some are not. The data path is a good one, but nobody knows
+                # which.
                 self._close()
                 raise
             if not is_snapshot:

@@ -21,8 +21,8 @@ from nsparq.storage.files import Files
 MARK: Final = "replica.json"
 _FORMAT: Final = 1
 UNKNOWN: Final = ""
-"""The cluster of a data path whose node has asked to be the first of one, and does not know whether it
-is. It is no copy, unless the record names its id."""
+"""The cluster of a data path whose node has asked to be the first of one, and does not know whether
+it is. It is no copy, unless the record names its id."""
 
 
 class Mark(NamedTuple):

@@ -300,7 +300,8 @@ class Node:
                 await _uninterrupted(self._stop(server, primary))
         finally:
             self.primary = self._record = None
-            # Followers that are disconnected now stay in the in-sync set, so that one can take over.
+            # Followers that are disconnected now stay in the in-sync set, so that one can take
+            # over.
             primary.acknowledging.refuse(NotPossible("this node stops"))
             await primary.close()
             await _end(keeping)

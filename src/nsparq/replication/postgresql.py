@@ -73,8 +73,8 @@ class PostgreSql:
             self._connection.close()
 
     async def _run(self, work: Callable[[psycopg.Connection[Any]], T]) -> T:
-        """One statement, which is a transaction. After an error its outcome is unknown, and the next
-        one takes a new connection."""
+        """One statement, which is a transaction. After an error its outcome is unknown, and the
+        next one takes a new connection."""
         async with self._lock:
             try:
                 async with asyncio.timeout(REQUEST_S):

@@ -256,8 +256,8 @@ class Primary:
         return {name: Kept(int(size), str(digests)) for name, (size, digests) in files.items()}
 
     async def _send_snapshot(self, follower: _Follower, inventory: dict[str, Kept]) -> int:
-        """Gives the number of changes that the follower must make, so that no byte of the snapshot is
-        newer than its data path."""
+        """Gives the number of changes that the follower must make, so that no byte of the snapshot
+        is newer than its data path."""
         with self.files.frozen() as open_files:
             self._flush()
             snapshot = Snapshot(self.files, self._root, open_files)

@@ -67,7 +67,8 @@ class Upload:
     def run(self) -> None:
         try:
             entries = [self.archive.upload(one, self.pace) for one in self.sealed]
-            # Only the owner of the archive may remove objects, and a commit makes this run the owner.
+            # Only the owner of the archive may remove objects, and a commit makes this run the
+            # owner.
             claims = self.collects_at_s is not None and not self.archive.is_owner
             if entries or self.expired or claims:
                 manifest = self.archive.commit(
@@ -153,7 +154,8 @@ class Archiving:
                 raise StartError(f"--restore: {error}") from error
 
     def stop(self) -> None:
-        """Send nothing more. A call to the store in progress ends by itself, within half a minute."""
+        """Send nothing more. A call to the store in progress ends by itself, within half a
+        minute."""
         self._is_stopping = True
         self._pace.stopped.set()
         self._uploader.shutdown(wait=False, cancel_futures=True)
@@ -188,7 +190,8 @@ class Archiving:
         if archive is not None and archive.is_replaced:
             return
         if topic not in self._collect_at and any(segment.entry is not None for segment in log.segments):
-            # Nobody may publish to it in this run, and an earlier one may have left unknown objects.
+            # Nobody may publish to it in this run, and an earlier one may have left unknown
+            # objects.
             self._collect_at[topic] = now_s + self._options.archive_collect_interval
         is_due = now_s >= self._collect_at.get(topic, inf)
         if log.segments.expired or is_due or log.segments.unarchived(log.committed):

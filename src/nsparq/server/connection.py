@@ -1,6 +1,6 @@
 """One client's TCP connection: asyncio's side of it, its state, and its timers.
 
-`protocol` makes commands of bytes, `commands` executes them, and `outbox` sends replies and messages.
+`protocol` makes commands of bytes, `commands` executes them, `outbox` sends replies and messages.
 
 A client that does not read gets no more messages, but its commands are executed: a consumer that is
 busy with one message still finishes others. When replies pile up, too, nothing is read from it. If

@@ -73,7 +73,8 @@ class Nsqd:
     def __init__(
         self, options: NsqdOptions, *, files: Files | None = None, replication: Replication | None = None
     ) -> None:
-        """With `replication`, this node is the primary of a cluster, and `files` are the primary's."""
+        """With `replication`, this node is the primary of a cluster, and `files` are the
+        primary's."""
         self.options = options
         self.replication = replication
         self.limits = from_flags.limits_of(options)

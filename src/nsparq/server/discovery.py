@@ -1,5 +1,5 @@
-"""What nsqd and nsqlookupd tell each other: the topics and channels of this node, and which channels
-a topic that is new here has on other nodes."""
+"""What nsqd and nsqlookupd tell each other: the topics and channels of this node, and which
+channels a topic that is new here has on other nodes."""
 
 from __future__ import annotations
 

@@ -126,8 +126,8 @@ class Lanes:
 
 
 class LaneMember:
-    """The part of a connection that moves it to a lane and back. It does not refer to the connection:
-    see Connection._release()."""
+    """The part of a connection that moves it to a lane and back. It does not refer to the
+    connection: see Connection._release()."""
 
     def __init__(self) -> None:
         self.lone_publishes = 0

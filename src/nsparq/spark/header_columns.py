@@ -1,8 +1,8 @@
 """Header blocks of many messages at once: as a column of maps for Spark, and back.
 
-There is no loop over rows. The compiled kernel cuts the blocks; without it `to_maps` finds the first
-header of all messages, then the second of all that have one, and so on. `nsparq.headers` describes a
-block.
+There is no loop over rows. The compiled kernel cuts the blocks; without it `to_maps` finds the
+first header of all messages, then the second of all that have one, and so on. `nsparq.headers`
+describes a block.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ the log, see mark_of(); 0 in old batches. Bodies lie end to end, so the length t
 every position: one cumulative sum for a delivery, and the offsets buffer of an Arrow array.
 
 A batch in which a message has headers begins with "NQB2", and has two more parts behind the bodies:
-the lengths of the header blocks (count×u32), and the blocks. `data` is the size of the bodies alone.
+the lengths of the header blocks (count×u32), and the blocks. `data` is the size of the bodies
+alone.
 
 In memory, one BatchCache limits the bytes of all logs together.
 """
@@ -214,8 +215,8 @@ def encode_singles(
     blocks: list[bytes],
     mark: int,
 ) -> tuple[bytes, list[int]]:
-    """Many messages, each a batch of its own, end to end, and the size of each. An empty block means
-    no headers."""
+    """Many messages, each a batch of its own, end to end, and the size of each. An empty block
+    means no headers."""
     if kernel.encode_singles is not None:
         data, sizes = kernel.encode_singles(sequences, timestamps_ns, bodies, blocks, mark)
         return data, np.frombuffer(sizes, np.int64).tolist()

@@ -29,7 +29,8 @@ def sync_each(segments: Iterable[Segment]) -> None:
 
 def replace_by_copy(segment: Segment) -> None:
     """Replace the file by a synced copy. Nothing may be appended any more. A thread may call this;
-    Segment.copied() then makes the segment usable again. Raises OSError, with the file as it was."""
+    Segment.copied() then makes the segment usable again. Raises OSError, with the file as it
+    was."""
     copy, files = segment.path.with_suffix(COPY_SUFFIX), segment.files
     with files.opened(segment.path, read_only=True) as source, files.opened(copy) as target:
         files.truncate(target, 0)

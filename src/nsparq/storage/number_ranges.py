@@ -1,4 +1,5 @@
-"""Sets of sequence numbers as ranges: small where the numbers lie together, and kept in a few bytes."""
+"""Sets of sequence numbers as ranges: small where the numbers lie together, and kept in a few
+bytes."""
 
 from __future__ import annotations
 

@@ -168,8 +168,8 @@ class Broker(_Background):
     def publish(
         self, topic: str, *bodies: object, defer: float = 0.0, headers: Headers | None = None
     ) -> None:
-        """Publish without a client: bytes, texts or objects, as a Producer does. All of them get the
-        same headers."""
+        """Publish without a client: bytes, texts or objects, as a Producer does. All of them get
+        the same headers."""
         if not is_valid_name(topic.encode()):
             raise ValueError(f"invalid topic name {topic!r}")
         encoded = encode_bodies(bodies)

@@ -157,7 +157,8 @@ class Cluster:
             return {}
 
     def call(self, method: str, url: str, kind: str = NSQD, body: bytes | None = None) -> Mapping[str, Any]:
-        """The JSON object of an answer with status 200; empty if there is none. Raises AskFailed."""
+        """The JSON object of an answer with status 200; empty if there is none. Raises
+        AskFailed."""
         answer = self.exchange(method, url, kind, body)
         try:
             content = json.loads(answer.body) if answer.body not in (b"", b"OK") else {}

@@ -25,7 +25,8 @@ TIMEOUT_S: Final = 4.0
 
 def url_of(command: Sequence[str]) -> str | None:
     """What to request if this command runs; None if it has no HTTP port that we know."""
-    # An init (`docker-init --`), the interpreter and `nsparq` may stand before the name, flags behind it.
+    # An init (`docker-init --`), the interpreter and `nsparq` may stand before the name, flags
+    # behind it.
     names = itertools.takewhile(lambda word: word == "--" or not word.startswith("-"), command)
     port = next((PORTS[name] for word in names if (name := Path(word).name) in PORTS), None)
     return None if port is None else f"http://127.0.0.1:{port}/ping"

@@ -100,8 +100,8 @@ def parse_headers(texts: Sequence[str]) -> dict[str, str]:
 
 
 def with_headers(source: AsyncIterator[list[bytes]], header: Sequence[str], is_json: bool) -> Records:
-    """The records as the flags --header and --json-lines say: headers of a line of JSON win. It raises
-    OSError for a line that is not a message, after those before it."""
+    """The records as the flags --header and --json-lines say: headers of a line of JSON win. It
+    raises OSError for a line that is not a message, after those before it."""
     common = parse_headers(header)
     return _with_headers(source, common, is_json) if common or is_json else source
 

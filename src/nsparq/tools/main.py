@@ -27,8 +27,8 @@ class Command:
     function: str = "main"
     """The function of the module that runs it."""
     table: str = ""
-    """The name of what describes its flags, for completion: an OptionTable, or a function that makes
-    an ArgumentParser. Empty: TABLE or make_parser, whichever the module has."""
+    """The name of what describes its flags, for completion: an OptionTable, or a function that
+    makes an ArgumentParser. Empty: TABLE or make_parser, whichever the module has."""
 
 
 def _own(name: str, module: str, help: str) -> Command:

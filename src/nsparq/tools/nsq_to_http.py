@@ -206,7 +206,8 @@ def http_headers(headers: Mapping[str, str]) -> dict[str, str]:
             shown = "Content-Type"
         else:
             shown = f"X-Nsq-Header-{name}"
-        # CloudEvents wants %xx in its headers. Elsewhere only a line feed, for example, would do harm.
+        # CloudEvents wants %xx in its headers. Elsewhere only a line feed, for example, would do
+        # harm.
         found[shown] = quote(value, safe=_CLOUD_EVENT_SAFE) if shown.startswith("ce-") else _escaped(value)
     return found
 

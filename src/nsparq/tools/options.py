@@ -64,7 +64,8 @@ class ToolTable(OptionTable[T]):
         """`command` is the name of the tool under `nsparq`."""
         version = CommandFlag(flag="version", kind=BOOL, help="print the version and exit")
         super().__init__(program, options_class, (version,))
-        # The options that tools share are inherited, and so come first in the class. Show them last.
+        # The options that tools share are inherited, and so come first in the class. Show them
+        # last.
         base = options_class.__mro__[-2]  # below `object`
         shared = len(fields(base))
         self.options = (*self.options[shared:], *self.options[:shared])

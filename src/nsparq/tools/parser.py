@@ -1,4 +1,5 @@
-"""The argparse parser of commands that have commands of their own: short errors with a suggestion."""
+"""The argparse parser of commands that have commands of their own: short errors with a
+suggestion."""
 
 from __future__ import annotations
 

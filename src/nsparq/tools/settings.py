@@ -1,4 +1,5 @@
-"""`nsparq settings`: show and change a topic's retention, durability and archive, and a channel's order."""
+"""`nsparq settings`: show and change a topic's retention, durability and archive, and a channel's
+order."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ class SettingsFlags(SourceFlags):
             raise OptionError(f"{_flag(min(of_topic))} is for a topic: leave the channel out")
 
     def changes(self) -> dict[str, Any]:
-        """What to change; None goes back to the flag of nsqd, or to no order. Raises OptionError."""
+        """What to change; None goes back to the flag of nsqd, or to no order. Raises
+        OptionError."""
         parsers: dict[str, Callable[[str], Any]] = {
             "retention_age": parse_age,
             "retention_bytes": _bytes,

@@ -125,8 +125,8 @@ class Nsqd(Member):
             "--https-address=",
             f"--lookupd-tcp-address={self.cluster.lookupd.address('TCP')}",
             f"--data-path={self.data_path}",
-            # The default is derived from the host name, which all nsqds here share. Nodes of a cluster
-            # have the same: their messages are the same.
+            # The default is derived from the host name, which all nsqds here share. Nodes of a
+            # cluster have the same: their messages are the same.
             f"--node-id={0 if self.cluster.is_replicated else self.number}",
             *self._replication(),
             *self._broadcast(),

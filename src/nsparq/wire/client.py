@@ -54,8 +54,8 @@ class Error(NamedTuple):
 
 
 Received = tuple[int, int, bytes, bytes, bytes]
-"""A message as nsqd sent it: time of its publication in ns, attempts, id, body, header block. A plain
-tuple, because that is made fastest."""
+"""A message as nsqd sent it: time of its publication in ns, attempts, id, body, header block. A
+plain tuple, because that is made fastest."""
 Frame = Response | Error | list[Received]
 """Messages that arrive behind each other are one list."""
 
@@ -145,8 +145,8 @@ class FrameDecoder:
 
 
 def decode_messages(buffer: bytes, position: int, max_size: int) -> tuple[list[Received], int]:
-    """The messages from `position` on, up to a frame that is not whole, too long or not a message; and
-    the position of that frame."""
+    """The messages from `position` on, up to a frame that is not whole, too long or not a message;
+    and the position of that frame."""
     if kernel.decode_messages is not None:
         return kernel.decode_messages(buffer, position, max_size)
     messages: list[Received] = []
@@ -232,8 +232,8 @@ def pub(line: bytes, body: bytes) -> bytes:
 
 
 def pub_with_headers(line: bytes, body: bytes, headers: Headers) -> tuple[bytes, bool]:
-    """As pub(), and whether the message has headers: otherwise the command is NSQ's own. The number of
-    an idempotent producer is left out. Raises TypeError for a value that is not a text."""
+    """As pub(), and whether the message has headers: otherwise the command is NSQ's own. The number
+    of an idempotent producer is left out. Raises TypeError for a value that is not a text."""
     if kernel.encode_with_headers is not None:
         encoded = kernel.encode_with_headers(line, body, headers)
         if encoded is not None:
@@ -270,8 +270,8 @@ def mpub_with_headers(
 
 
 def mpub(line: bytes, bodies: Any, encode: Callable[[Any], Sequence[bytes]] | None = None) -> bytes:
-    """`bodies` are bytes, unless `encode` makes them so. Raises ValueError if there is no message, or
-    an empty one."""
+    """`bodies` are bytes, unless `encode` makes them so. Raises ValueError if there is no message,
+    or an empty one."""
     if kernel.encode_mpub is not None:
         encoded = kernel.encode_mpub(line, bodies)
         if encoded is not None:

@@ -1,8 +1,8 @@
 """The server's side of a V2 conversation, without I/O: bytes in, commands out, in order.
 
 `next_command(data)` takes bytes and gives the first command in them; while `has_more` is true,
-`next_command()` gives the others. The caller executes each command before it asks for the next, because
-IDENTIFY may put a transport layer under the bytes behind it.
+`next_command()` gives the others. The caller executes each command before it asks for the next,
+because IDENTIFY may put a transport layer under the bytes behind it.
 
 `Reading` says what the next bytes are, and `_READERS` has a function for each. The state of the
 conversation (INIT, SUBSCRIBED, CLOSING) is NSQ's, and changes by TRANSITIONS alone.
@@ -368,7 +368,8 @@ def _cut_run(
 ) -> tuple[list[int], PackedBodies, int]:
     """End a run of publishes before the first command that has a bad message. `bodies` are those of
     the messages before that one. Gives the number of messages of each command that is left, their
-    bodies, and the size of these commands. `width` is the size of a command without its messages."""
+    bodies, and the size of these commands. `width` is the size of a command without its
+    messages."""
     counts = counts[: bisect_right([*accumulate(counts)], len(bodies.lengths))]
     found = sum(counts)
     if 0 < found < len(bodies.lengths):

@@ -23,8 +23,8 @@ REQUEUED: Final = MULTI[3]
 TOUCHED: Final = MULTI[4]
 POISON: Final = MULTI[5]
 POISON_ATTEMPTS: Final = 3
-"""The delivery policy of our nsqd gives the message up then. NSQ's has none: there the client finishes
-it at the next attempt."""
+"""The delivery policy of our nsqd gives the message up then. NSQ's has none: there the client
+finishes it at the next attempt."""
 KEPT: Final = tuple(f"kept-{i}" for i in range(20))
 AFTER: Final = "after"
 

@@ -1,4 +1,5 @@
-"""A new pipeline begins with the archive, reads it in bounded micro-batches, and goes over into live."""
+"""A new pipeline begins with the archive, reads it in bounded micro-batches, and goes over into
+live."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def test_a_new_pipeline_reads_the_archive_and_goes_over_into_live(
         assert segments_fetched(broker) == 0, "Spark reads from the store"
 
         def has_caught_up(now: Any) -> bool:
-            """Publishes, so that files are archived and leave the disk while the archive is read."""
+            """Publishes, so that files are archived and leave the disk while the archive is
+            read."""
             if feed.sent < 4000:
                 feed.publish(200)
             return now["history"].rows + first.rows == feed.sent and now["history"].lag == 0

@@ -1,4 +1,5 @@
-"""Pipelines with a checkpoint in an object store: a run continues, and what cannot work is refused."""
+"""Pipelines with a checkpoint in an object store: a run continues, and what cannot work is
+refused."""
 
 from __future__ import annotations
 

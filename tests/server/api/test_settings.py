@@ -1,4 +1,5 @@
-"""Delivery policies and ordering over HTTP and TCP: set, shown, kept, refused, and applied to clients."""
+"""Delivery policies and ordering over HTTP and TCP: set, shown, kept, refused, and applied to
+clients."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Published NSQ clients and our own, each in a process that publishes and consumes for as long as it
-runs.
+"""Published NSQ clients and our own, each in a process that publishes and consumes for as long as
+it runs.
 
     python -m … NSQLOOKUPD TOPIC NSQD…
 

@@ -35,8 +35,8 @@ def publish(producer: gnsq.Producer, topic: str, body: bytes) -> bool:
 
 
 def connect(address: str) -> gnsq.Producer:
-    """One nsqd for each producer: it does not try another while the first is silent, and not the same
-    again after a connect that timed out."""
+    """One nsqd for each producer: it does not try another while the first is silent, and not the
+    same again after a connect that timed out."""
     producer = gnsq.Producer([address], **settings)
     with gevent.Timeout(ANSWER_S, False):
         producer.start()
@@ -50,8 +50,8 @@ def handle(consumer: gnsq.Consumer, message: gnsq.Message) -> None:
 
 
 def consume() -> None:
-    """A new consumer when nothing has come for some time: gnsq asks for no message any more after an nsqd was
-    silent while it connected (AttributeError in a greenlet of its)."""
+    """A new consumer when nothing has come for some time: gnsq asks for no message any more after
+    an nsqd was silent while it connected (AttributeError in a greenlet of its)."""
     global received_at
     while True:
         received_at = time.monotonic()

@@ -318,7 +318,8 @@ def test_tasks_for_the_archive_need_no_nsqd(broker: Broker, url: str) -> None:
 
 
 def test_emptied_messages_are_not_rows(broker: Broker, url: str) -> None:
-    """The topic is emptied after the last commit of the archive, so its manifest does not say it."""
+    """The topic is emptied after the last commit of the archive, so its manifest does not say
+    it."""
     broker.create("t", "c")
     kept = publish(broker, 500)
     topic = broker._daemon.broker.topics["t"]

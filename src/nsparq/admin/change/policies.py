@@ -120,8 +120,8 @@ class Policies:
         return await self._change(action, actor, topic, channel, {"policy": values}, "POLICY_REFUSED")
 
     async def order(self, actor: Actor, topic: str, channel: str, ordered_by: Any) -> str:
-        """Order a channel by a key, or end its order (None). Returns a warning, or an empty text. If
-        one node refuses it, none changes."""
+        """Order a channel by a key, or end its order (None). Returns a warning, or an empty text.
+        If one node refuses it, none changes."""
         action = "remove_order" if ordered_by is None else "set_order"
         return await self._change(action, actor, topic, channel, {"ordered_by": ordered_by}, "ORDER_REFUSED")
 

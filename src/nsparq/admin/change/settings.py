@@ -1,4 +1,5 @@
-"""A topic's own retention, durability and archive, on all nodes that have it. Needs nsparq's own nsqd."""
+"""A topic's own retention, durability and archive, on all nodes that have it. Needs nsparq's own
+nsqd."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Pages of messages over several nodes: a topic's log forward and back, and what a channel holds.
 
 Each node numbers its messages itself, so a place in a topic is a number for each node. The address
-of a page has it: `17@10.0.0.1:4151,9@10.0.0.2:4151`. A filter goes on reading until it has a page of
-matches, or has read MAX_SCANNED messages; the next page goes on from there.
+of a page has it: `17@10.0.0.1:4151,9@10.0.0.2:4151`. A filter goes on reading until it has a page
+of matches, or has read MAX_SCANNED messages; the next page goes on from there.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Fields of JSON that is not trusted. A field that is missing or of the wrong type counts as empty, so
-that the results can safely be added up, shown, and put into a URL."""
+"""Fields of JSON that is not trusted. A field that is missing or of the wrong type counts as empty,
+so that the results can safely be added up, shown, and put into a URL."""
 
 from __future__ import annotations
 

@@ -115,7 +115,8 @@ def _parse(text: str) -> Iterable[_Term]:
 
 
 def _values(message: ShownMessage, path: str) -> Iterable[Any]:
-    """The values of a field, in the message inside a dead letter and in the body; or of a header."""
+    """The values of a field, in the message inside a dead letter and in the body; or of a
+    header."""
     if path.startswith(_HEADER):
         name = path.removeprefix(_HEADER).lower()
         yield from (found[name] for found in (message.original_headers, message.headers) if name in found)

@@ -41,8 +41,8 @@ OLDEST_AGE: Final = "oldest_message_age_s"
 LAG: Final = (OLDEST_AGE, "drain_rate", "drain_time_s")
 """Figures of a channel that only nsparq's nsqds have."""
 OWN_COUNTS: Final = ("dead_letter_count", "expired_count", "parked_count")
-"""Messages that a delivery policy gave up, and those that wait for their keys. Unknown for NSQ's own
-nsqds."""
+"""Messages that a delivery policy gave up, and those that wait for their keys. Unknown for NSQ's
+own nsqds."""
 ARCHIVE_COUNTS: Final = ("segments", "bytes", "waiting_segments", "waiting_bytes")
 CLIENT_TEXTS: Final = ("remote_address", "version", "client_id", "hostname", "user_agent")
 CLIENT_NUMBERS: Final = (

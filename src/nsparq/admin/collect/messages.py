@@ -36,8 +36,8 @@ STATES: Final = ("in_flight", "requeued", "deferred", "ready")
 
 
 class Readable:
-    """What is shown of a body is made when it is asked for: a filter reads many messages that are not
-    shown."""
+    """What is shown of a body is made when it is asked for: a filter reads many messages that are
+    not shown."""
 
     body: bytes
 
@@ -76,8 +76,8 @@ class DeadLetter(Readable):
 
     @cached_property
     def reason(self) -> str:
-        """The first line of the error. Numbers and ids become `#`, so that dead letters with the same
-        cause have the same reason."""
+        """The first line of the error. Numbers and ids become `#`, so that dead letters with the
+        same cause have the same reason."""
         return _VARYING.sub("#", self.error.strip().partition("\n")[0])[:MAX_REASON]
 
 

@@ -1,4 +1,5 @@
-"""Finds topics, channels, nodes and consumers of the last poll by a part of their names. Asks nobody."""
+"""Finds topics, channels, nodes and consumers of the last poll by a part of their names. Asks
+nobody."""
 
 from __future__ import annotations
 

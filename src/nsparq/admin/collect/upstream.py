@@ -237,7 +237,8 @@ class Upstream:
             async with asyncio.timeout(self._connect_timeout):
                 await loop.create_connection(lambda: connection, place.host, place.port, ssl=tls)
         except BaseException:
-            # It may just have been made. The event loop would close it, and wait for the other side.
+            # It may just have been made. The event loop would close it, and wait for the other
+            # side.
             connection.close()
             raise
         return connection

@@ -355,7 +355,8 @@ class Watch:
         return found
 
     def add_drain(self, channel: dict[str, Any]) -> None:
-        """Fill in `drain_rate` and `drain_time_s` of a channel's total, as nsqd does for its own."""
+        """Fill in `drain_rate` and `drain_time_s` of a channel's total, as nsqd does for its
+        own."""
         place = self.channels.find((channel["topic_name"], channel["channel_name"]))
         rate = -float(self.trend.slope[place]) if 0 <= place < len(self.trend.slope) else math.nan
         channel["drain_rate"] = None if math.isnan(rate) else round(rate, 3)

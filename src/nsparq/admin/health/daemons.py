@@ -150,7 +150,8 @@ def _left(address: str, state: NodeState, ago_s: float) -> Problem:
 
 
 def _archives(watch: Watch) -> Iterator[Problem]:
-    """One entry for each node, and kind of trouble: a store that is away concerns all its topics."""
+    """One entry for each node, and kind of trouble: a store that is away concerns all its
+    topics."""
     for address, state in watch.nodes.items():
         if state.error:
             continue

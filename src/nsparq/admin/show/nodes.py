@@ -1,7 +1,7 @@
 """The pages of the nodes.
 
-A node may have thousands of topics, and its whole /stats takes long to make and to read. So the page
-of a node chooses the topics to show from the last poll, and asks the node for those alone.
+A node may have thousands of topics, and its whole /stats takes long to make and to read. So the
+page of a node chooses the topics to show from the last poll, and asks the node for those alone.
 """
 
 from __future__ import annotations

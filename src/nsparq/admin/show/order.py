@@ -30,8 +30,8 @@ class Order(Generic[T]):
     def __init__(
         self, request: Request, columns: Mapping[str, Callable[[T], Any]], default: str = ""
     ) -> None:
-        """`columns` has the value to sort by, for each column. `default`: a column, with a minus for
-        the highest first; without one the rows stay as they are."""
+        """`columns` has the value to sort by, for each column. `default`: a column, with a minus
+        for the highest first; without one the rows stay as they are."""
         self._request = request
         self._columns = columns
         wanted = request.parameters.get("sort", "")

@@ -40,8 +40,8 @@ def log_failure(task: asyncio.Task[Any]) -> None:
 
 
 async def wait_to_the_end(wait: Callable[[], Awaitable[object]], on_cancel: Callable[[], None]) -> None:
-    """Await `wait()`, also after a cancellation: that calls `on_cancel`, and CancelledError is raised
-    at the end."""
+    """Await `wait()`, also after a cancellation: that calls `on_cancel`, and CancelledError is
+    raised at the end."""
     was_cancelled = False
     while True:
         try:

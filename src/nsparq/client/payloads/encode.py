@@ -30,8 +30,8 @@ MAX_DEPTH: Final = 200
 
 
 def encode_payload(value: object) -> bytes:
-    """The body for a value. Raises TypeError if it has no form in JSON, ValueError for NaN, infinity
-    and values that contain themselves."""
+    """The body for a value. Raises TypeError if it has no form in JSON, ValueError for NaN,
+    infinity and values that contain themselves."""
     if isinstance(value, str) and not isinstance(value, Enum):
         return value.encode()
     if value is None or isinstance(value, type):

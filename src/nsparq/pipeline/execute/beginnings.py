@@ -25,8 +25,8 @@ from nsparq.spark.options import NsqOptions, Use
 from nsparq.spark.source.positions import decode, encode
 
 BATCH_BYTES: Final = "256m"
-"""Limit of a micro-batch, if the file sets none. A pipeline that has years to read shows rows, and can be
-stopped, after some seconds."""
+"""Limit of a micro-batch, if the file sets none. A pipeline that has years to read shows rows, and
+can be stopped, after some seconds."""
 
 
 class Beginnings:

@@ -52,7 +52,8 @@ class CatchUp:
         self._estimate: float | None = None
 
     def estimate(self, now: float, rows: int, lag: int | None) -> float | None:
-        """Seconds after the end of a micro-batch, which was planned `now` and leaves `lag` messages."""
+        """Seconds after the end of a micro-batch, which was planned `now` and leaves `lag`
+        messages."""
         if lag is None or lag <= rows:
             self._behind.clear()
             self._estimate = None if lag is None else 0.0
@@ -85,8 +86,8 @@ class OutputFigures:
     """Messages published and not yet read. None if unknown: before the first report of the source,
     after a failure, and if an nsqd does not answer."""
     catch_up_seconds: float | None = None
-    """How long it will take to read what is published and not yet read; 0 if it takes one micro-batch.
-    None if unknown, and while more is published than read."""
+    """How long it will take to read what is published and not yet read; 0 if it takes one
+    micro-batch. None if unknown, and while more is published than read."""
     batches: int = 0
     """Completed micro-batches with rows."""
     batch: int | None = None

@@ -1,8 +1,8 @@
 """Pipelines whose checkpoint is in an object store.
 
-If Spark has a file system for the URL, such as Hadoop's JAR for S3, it writes the checkpoint itself.
-Otherwise Spark gets a local directory, which `nsparq.spark.checkpoint_store` copies. That works for
-pipelines without state: executors write the state, and it may be large.
+If Spark has a file system for the URL, such as Hadoop's JAR for S3, it writes the checkpoint
+itself. Otherwise Spark gets a local directory, which `nsparq.spark.checkpoint_store` copies. That
+works for pipelines without state: executors write the state, and it may be large.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ SOURCE_KEYS: Final = {
     for one in TABLE.values()
     if one.uses & _STREAMS and one.attribute not in {*NSQ_KEYS, "columns", "trigger_interval"}
 }
-"""Without `columns`, because a pipeline uses all columns, and `trigger_interval`: it has `trigger`."""
+"""Without `columns`, because a pipeline uses all columns, and `trigger_interval`: it has
+`trigger`."""
 SINK_KEYS: Final = {
     one.attribute: one
     for one in TABLE.values()

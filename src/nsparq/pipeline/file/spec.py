@@ -281,9 +281,9 @@ class Pipeline:
 
     @property
     def is_paced_by_source(self) -> bool:
-        """Whether the source keeps the interval of the trigger. It does not hold a full micro-batch up,
-        so a backlog is read at full speed. Spark has to keep the interval of several sources, and of
-        user code, whose timers may start micro-batches without messages."""
+        """Whether the source keeps the interval of the trigger. It does not hold a full micro-batch
+        up, so a backlog is read at full speed. Spark has to keep the interval of several sources,
+        and of user code, whose timers may start micro-batches without messages."""
         is_one_log = len(self.sources) == 1 and not self.sources[0].is_queue
         return is_one_log and not self.trigger.ends and not any(step.python for step in self.steps)
 

@@ -333,7 +333,8 @@ class DeltaFiles:
 
 
 def added(part: Part, *, data_change: bool = True) -> AddAction:
-    """The entry of a new file in the table's log. `data_change` is false if its rows are not new."""
+    """The entry of a new file in the table's log. `data_change` is false if its rows are not
+    new."""
     from deltalake.transaction import AddAction
 
     return AddAction(

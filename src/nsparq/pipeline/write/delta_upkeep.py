@@ -131,8 +131,8 @@ def _files(table: DeltaTable) -> Iterator[_File]:
 
 
 def _group(files: Iterable[_File], fan_in: int) -> list[_File]:
-    """Files of one partition to join: the oldest if all small ones have LARGE bytes, otherwise those
-    of the smallest size class with enough files."""
+    """Files of one partition to join: the oldest if all small ones have LARGE bytes, otherwise
+    those of the smallest size class with enough files."""
     partitions: defaultdict[Values, list[_File]] = defaultdict(list)
     for one in sorted(files, key=lambda one: (one.modified, one.path)):
         if one.size < LARGE:

@@ -88,8 +88,8 @@ class Target:
         self._kept = PipelineJson(pipeline)
 
     def planned(self, batch: int) -> str:
-        """The fingerprint of a batch; see `nsparq.spark.checkpoint`. Every sink calls this before it
-        writes, because it copies a checkpoint that belongs into an object store."""
+        """The fingerprint of a batch; see `nsparq.spark.checkpoint`. Every sink calls this before
+        it writes, because it copies a checkpoint that belongs into an object store."""
         return fingerprint(self.checkpoint, batch)
 
     def recall(self, key: str) -> Any:

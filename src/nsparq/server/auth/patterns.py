@@ -1,7 +1,7 @@
 """The regular expressions of permissions: Go's syntax, matched in time linear in the name's length.
 
-Patterns are written for NSQ, so Go's syntax applies: `[[:alpha:]]` is valid, look-ahead is not. Clients
-choose the names, and the matching runs on the event loop. Python's `re` needs hours for
+Patterns are written for NSQ, so Go's syntax applies: `[[:alpha:]]` is valid, look-ahead is not.
+Clients choose the names, and the matching runs on the event loop. Python's `re` needs hours for
 `(\\w+\\.?)+$` and a hostile name; RE2, the model of Go's package, does not. It is loaded with the
 first pattern, because most daemons have none.
 """

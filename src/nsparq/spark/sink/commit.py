@@ -91,8 +91,8 @@ class Coordinator:
         find_again: FindAgain | None = None,
     ) -> None:
         """`remember_s` is how long nsqd remembers a producer without further transactions.
-        `planned` is the batch's fingerprint, or empty; the note includes it. `find_again` says where
-        a node is that does not answer."""
+        `planned` is the batch's fingerprint, or empty; the note includes it. `find_again` says
+        where a node is that does not answer."""
         self._producer, self._sequence, self._planned = producer, sequence, planned
         self._nodes = {node.name: node for node in nodes}
         self._access = access

@@ -114,8 +114,8 @@ class ArchivedLogs:
                     future.result()
 
     def manifest(self, topic: str, incarnation: str, start: int = 0) -> Manifest | None:
-        """What is archived of a log from `start` on, perhaps as it was FRESH_S ago. None if there is
-        nothing, or the store does not answer."""
+        """What is archived of a log from `start` on, perhaps as it was FRESH_S ago. None if there
+        is nothing, or the store does not answer."""
         if self._store is None:
             return None
         if self._is_due(topic, incarnation, start):

@@ -3,11 +3,11 @@
 Spark calls it from one thread, and an exception ends the query. So a node that is away is no error:
 its offset stays where it is until the node answers. Only the offsets say what has been read.
 
-Rule 1: a batch reads only logs that both of its offsets name. A new log is added to the offsets in one batch
-and read from the next batch on, so the checkpoint has the place where reading began before any row is out.
-Rule 2: whenever Spark asks how far the next batch may go, the channels are moved to `start`, which the sink
-has committed.
-Rule 3: losses are judged before a channel is moved or created; see losses.py.
+Rule 1: a batch reads only logs that both of its offsets name. A new log is added to the offsets in
+one batch and read from the next batch on, so the checkpoint has the place where reading began
+before any row is out. Rule 2: whenever Spark asks how far the next batch may go, the channels are
+moved to `start`, which the sink has committed. Rule 3: losses are judged before a channel is moved
+or created; see losses.py.
 """
 
 from __future__ import annotations
@@ -302,7 +302,8 @@ class LogSource:
         return Behind(size, rows)
 
     def _count(self, topic: str, first: int, last: Place, positions: Positions) -> int:
-        """Messages from `first` to before `last`, at most. The manifest knows the gaps of its part."""
+        """Messages from `first` to before `last`, at most. The manifest knows the gaps of its
+        part."""
         manifest = None
         if positions.has_gaps:
             manifest = self._archived.manifest(topic, last.incarnation, first)

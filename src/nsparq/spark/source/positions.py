@@ -1,7 +1,7 @@
 """Offsets of log mode, as Spark keeps them in the checkpoint, and positions that a user may write.
 
     {
-        "logs": {"orders": {"10.0.0.5:4151": ["986586ac824442cfa187e6e47a79a13b", 7351273428881409]}},
+        "logs": {"orders": {"10.0.0.5:4151": ["986586ac824442cfa187e6e47a79…", 7351273428881409]}},
         "query": "5d2c8a70c0f94f3f9c3c0a1d1c8a6a52",
         "version": 2
     }

@@ -1,6 +1,7 @@
 """The task's part of log mode: fetches a range of a log, chunk by chunk, as record batches.
 
-The chunks come from nsqd or, for a range that is archived, from the store; if that fails, from nsqd.
+The chunks come from nsqd or, for a range that is archived, from the store; if that fails, from
+nsqd.
 
 The next chunk is fetched while the current one is decoded and passed to Spark. A task knows only
 its range, so it returns the same rows whenever and wherever it runs again. It waits for an nsqd

@@ -38,10 +38,10 @@ class LogStreamReader(LogReader, DataSourceStreamReader, SupportsTriggerAvailabl
     """`spark.readStream`. One instance runs in the driver; each task has a copy.
 
     A small micro-batch is read in the driver, while it is planned: a task in a Python process costs
-    more than reading a few rows. Spark has a way to take rows from the driver, and it is for readers
-    of one class alone (SimpleDataSourceStreamReader's wrapper). So this reader passes for one, but
-    only from the end of partitions() until Spark has fetched the rows. If the rows are lost, or this
-    reader has none, Spark starts a task as usual.
+    more than reading a few rows. Spark has a way to take rows from the driver, and it is for
+    readers of one class alone (SimpleDataSourceStreamReader's wrapper). So this reader passes for
+    one, but only from the end of partitions() until Spark has fetched the rows. If the rows are
+    lost, or this reader has none, Spark starts a task as usual.
     """
 
     def __init__(self, schema: StructType, options: NsqOptions) -> None:
