@@ -8,7 +8,15 @@ parsing, and no checksum. The same for a frame of 16 single messages. In between
 without followers takes the same publishes, as in `benchmarks.macro.replication`. The last column is
 the processor time that a primary would take at least, as a ratio to that nsqd.
 
-Two busy cores, medians of five rounds of 2,000 frames:
+Two idle cores, medians of five rounds of 5,000 frames, with two unconfirmed frames and with one:
+
+    us a frame                   nsqd alone   sending following  primary at least
+    MPUB of 200   TCP                  44.4      12.7      17.5            1.29 x
+                  TCP, one frame       44.4      20.7      25.7            1.47 x
+    16 publishes  TCP                 114.9      10.5      11.3            1.09 x
+                  TCP, one frame      113.0      16.4      17.0            1.15 x
+
+Two busy cores of another machine, five rounds of 2,000 frames, two unconfirmed:
 
     us a frame                   nsqd alone   sending following  primary at least
     MPUB of 200   TCP                 107.0      13.5      20.8            1.13 x
@@ -18,10 +26,10 @@ Two busy cores, medians of five rounds of 2,000 frames:
                   TCP, sendfile       216.3      12.1      12.7            1.06 x
                   Unix socket         216.3       6.3       7.2            1.03 x
 
-So neither sendfile nor Unix sockets are worth their code. On idle cores nsqd takes 70 us for such
-an MPUB, and the floor is 1.2 x.
+So neither sendfile nor Unix sockets are worth their code. The faster nsqd is, the higher is the
+floor: the copies into the sockets stay.
 
-A primary takes 1.6 to 2.1 x. The Python code of replication takes 7 us of that for an MPUB when
+A primary takes 1.4 to 2.1 x. The Python code of replication takes 7 us of that for an MPUB when
 nothing else runs (recording and waiting 1.4, making the frame 3.3 with a checksum of 1.3,
 confirming 2.4). `perf record -e cpu-clock` on a primary that shares its cores with a follower and
 two publishers shows 93 us for an MPUB, and 47 us in an nsqd alone: libpython 39 and 15, all system
