@@ -1170,3 +1170,13 @@ def test_a_failed_checkpoint_is_forgotten_when_the_channel_is_saved_otherwise(ri
     rig.files.heal()
     rig.channel().empty()
     assert rig.broker.health.error is None
+
+
+def test_any_error_of_work_in_the_background_is_told(rig: Rig) -> None:
+    def run_out() -> None:
+        raise MemoryError
+
+    told: list[OSError | None] = []
+    rig.broker.try_in_background(run_out, told.append)
+    (error,) = told
+    assert "MemoryError" in str(error)

@@ -17,6 +17,7 @@ from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.doubtful import replace_by_copy
 from nsparq.storage.files import Buffer, Files
 from nsparq.storage.log import Durability
+from nsparq.storage.log_range import Lost
 from nsparq.storage.segment import Cold
 
 from .support import (
@@ -978,6 +979,59 @@ def test_a_doubtful_segment_is_copied(tmp_path: Path) -> None:
     assert read_all(log) == written
     crash(log)
     log = open_log(tmp_path)
+    assert read_all(log) == written
+    crash(log)
+
+
+def test_an_empty_segment_is_not_doubtful(tmp_path: Path) -> None:
+    """The next append begins another segment of its name: a copy would take the place of that."""
+    files = Syncs()
+    log = open_log(tmp_path, files=files, segment_bytes=100)
+    append(log, b"x" * 100)
+    files.fail("write", times=2)
+    with pytest.raises(WriteFailed):
+        append(log, b"refused")
+    assert log.segments[-1].size == 0
+    files.fail("sync", errno.EIO, after=1)
+    sync = log.begin_sync()
+    sync.run()
+    log.end_sync(sync)
+    assert sync.error is not None
+    assert log.doubtful == []
+    crash(log)
+
+
+def test_whatever_a_sync_raises_the_messages_do_not_count_as_synced(tmp_path: Path) -> None:
+    class Broken(FaultyFiles):
+        def sync(self, fd: int) -> None:
+            raise MemoryError
+
+    log = open_log(tmp_path, files=Broken())
+    append(log, b"one")
+    sync = log.begin_sync()
+    sync.run()
+    log.end_sync(sync)
+    assert "MemoryError" in str(sync.error)
+    assert (log.committed, log.unsynced, len(log.doubtful)) == (FLOOR, 1, 1)
+    crash(log)
+
+
+def test_damage_that_a_range_finds_in_the_file_before_its_copy_is_not_damage_of_the_copy(
+    tmp_path: Path,
+) -> None:
+    files = Syncs()
+    log = open_log(tmp_path, files=files)
+    written = fill(log, 10)
+    files.fail("sync", errno.EIO)
+    with pytest.raises(WriteFailed):
+        log.sync_now()
+    (segment,) = log.doubtful
+    old = log.locate(FLOOR, 1 << 20)
+    replace_by_copy(segment)
+    segment.copied()
+    log.note_lost(old, [Lost(0, 100, FLOOR, FLOOR + 3)])
+    assert log.corrupt_batches == 0
+    assert log.locate(FLOOR, 1 << 20).reader is not old.reader
     assert read_all(log) == written
     crash(log)
 

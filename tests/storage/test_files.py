@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -320,7 +321,7 @@ def test_a_sync_that_fails_is_repeated_and_does_not_stop_others(
             order.sync_pending()
     assert order.take() == [f"sync {tmp_path.name}/"]
     order.sync_pending()
-    assert order.take() == ["sync file"]
+    assert order.take() == ["sync file.tmp", "rename", f"sync {tmp_path.name}/"]
 
 
 def test_names_are_synced_with_those_of_the_directories_above_that_are_new(
@@ -432,6 +433,98 @@ def test_a_file_of_versions_whose_sync_failed_is_rewritten(order: Order, tmp_pat
 
 def refuse(fd: int) -> None:
     raise OSError(errno.EIO, "Input/output error")
+
+
+class Refusing(Interrupted):
+    """The first sync fails."""
+
+    meanwhile = staticmethod(lambda: refuse(-1))
+
+
+def test_a_thread_that_needs_a_doubtful_file_waits_for_the_one_that_rewrites_it(tmp_path: Path) -> None:
+    """It must not sync the old file, which the system would call successful."""
+    files, path = Refusing(), tmp_path / "file"
+    files.add_version(path, b"1")
+    with pytest.raises(OSError, match="Input/output error"):
+        files.sync_pending()
+    waited: list[bool] = []
+
+    def need_it() -> None:
+        files.sync_written(tmp_path)
+        waited.append(is_rewritten.is_set())
+
+    def rewrite() -> None:
+        other.start()
+        # It cannot be seen whether the other one waits already. If it does not, it returns.
+        other.join(0.2)
+        is_rewritten.set()
+
+    is_rewritten, other = threading.Event(), threading.Thread(target=need_it)
+    files.meanwhile = rewrite
+    inode = path.stat().st_ino
+    files.sync_pending()
+    other.join(DEADLINE)
+    assert waited == [True]
+    assert path.stat().st_ino != inode
+
+
+def test_a_doubtful_file_that_changes_while_it_is_rewritten_is_not_called_synced(tmp_path: Path) -> None:
+    files, path = Refusing(), tmp_path / "file"
+    files.add_version(path, b"1")
+    with pytest.raises(OSError, match="Input/output error"):
+        files.sync_pending()
+    files.meanwhile = lambda: files.add_version(path, b"2")
+    with pytest.raises(OSError, match="changed since"):
+        files.sync_written(tmp_path)
+    assert (path.read_bytes(), files.has_pending) == (b"12", True)
+    files.sync_written(tmp_path)
+    assert (path.read_bytes(), files.has_pending) == (b"2", False)
+
+
+def test_a_file_without_versions_whose_sync_failed_is_rewritten_whole(tmp_path: Path) -> None:
+    files, path = Refusing(), tmp_path / "file"
+    path.write_bytes(b"staged")
+    inode = path.stat().st_ino
+    files.sync_later(path)
+    with pytest.raises(OSError, match="Input/output error"):
+        files.sync_file(path)
+    files.sync_later(path)
+    files.sync_file(path)
+    assert path.read_bytes() == b"staged"
+    assert path.stat().st_ino != inode
+
+
+def test_a_file_does_not_come_back_to_a_directory_that_was_thrown_away(tmp_path: Path) -> None:
+    files, directory = Interrupted(), tmp_path / "topic"
+
+    def delete_and_create() -> None:
+        files.rename(directory, tmp_path / "trash")
+        files.make_directory(directory)
+        (directory / "file.tmp").write_bytes(b"that of the other thread")
+
+    files.make_directory(directory)
+    files.add_version(directory / "file", b"x" * (_SMALL + 1))
+    files.add_version(directory / "file", b"1")
+    files.meanwhile = delete_and_create
+    files.sync_written(directory)
+    assert [*directory.iterdir()] == []
+
+
+def test_other_changes_do_not_wait_for_a_slow_removal(files: Files, tmp_path: Path) -> None:
+    large, small = tmp_path / "large", tmp_path / "small"
+    large.write_bytes(b"")
+
+    def slow(path: object) -> None:
+        """The event loop adds a version meanwhile."""
+        other = threading.Thread(target=files.add_version, args=(small, b"1"))
+        other.start()
+        other.join(DEADLINE)
+        assert not other.is_alive()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "unlink", slow)
+        files.unlink(large)
+    assert small.read_bytes() == b"1"
 
 
 def test_a_large_file_on_a_full_disk_is_synced_as_it_is(order: Order, tmp_path: Path) -> None:

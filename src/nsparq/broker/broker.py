@@ -417,7 +417,7 @@ class Broker:
         run: Background | None = None,
     ) -> None:
         """Run `work` in a thread. `done` is then told the OSError that it raised, or None, in the
-        broker's own thread."""
+        broker's own thread. Any other error is logged, and `done` is told of one, too."""
         errors: list[OSError] = []
 
         def attempt() -> None:
@@ -425,6 +425,9 @@ class Broker:
                 work()
             except OSError as error:
                 errors.append(error)
+            except Exception as error:
+                logger.exception("internal error in the background")
+                errors.append(OSError(f"internal error: {error!r}"))
 
         (run or self._background)(attempt, lambda: done(next(iter(errors), None)))
 

@@ -18,7 +18,8 @@ from nsparq.replication.changes import BadChange, Change, Kind
 from nsparq.replication.joining import Joining
 from nsparq.replication.recording import IN_ORDER
 from nsparq.replication.syncing import Sync
-from nsparq.storage.files import Files, Work, zeros
+from nsparq.storage.files import Files, Work
+from nsparq.storage.zeros import zeros
 
 
 class Applier:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from nsparq.replication.changes import Change, Kind, encode_write
-from nsparq.storage.files import Buffer, Files, count_zeros
+from nsparq.storage.files import Buffer, Files
+from nsparq.storage.zeros import count_zeros
 
 Record = Callable[[list[bytes]], int]
 """Takes the next change, encoded, in pieces, and gives its number. Several threads call it, one at

@@ -79,6 +79,7 @@ class RemoteReader(FileReader):
 
     def __init__(self, source: SegmentSource, entry: SegmentEntry) -> None:
         self.path = source.path(entry)
+        self.is_replaced = False
         self._source = source
         self._entry = entry
         self._local = source.cached(entry)

@@ -36,8 +36,9 @@ from crc32c import crc32c
 
 from nsparq import kernel
 from nsparq.packed import PackedBodies, join_headers
-from nsparq.storage.files import Buffer, Files, zeros
+from nsparq.storage.files import Buffer, Files
 from nsparq.storage.segment_index import SegmentIndex
+from nsparq.storage.zeros import zeros
 
 Timestamps = int | npt.NDArray[np.int64]
 """One publish time for the whole batch, or one for each message."""

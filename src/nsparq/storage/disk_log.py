@@ -366,8 +366,9 @@ class DiskLog:
         return replace(found, gaps=gaps) if gaps else found
 
     def note_lost(self, found: LogRange, lost: Sequence[Lost]) -> None:
+        reader = found.reader
         for segment in self.segments:
-            is_same = found.reader is not None and segment.path == found.reader.path
+            is_same = reader is not None and segment.path == reader.path and not reader.is_replaced
             for damage in lost if is_same else ():
                 self.corrupt_batches += segment.note_damage(damage.position, damage.end)
                 self._note_gap(damage.first, damage.next, segment)

@@ -23,7 +23,7 @@ def sync_each(segments: Iterable[Segment]) -> None:
             with segment.files.opened(segment.path, read_only=True) as fd:
                 segment.files.sync(fd)
         except OSError as error:
-            segment.is_doubtful = True
+            segment.doubt()
             logger.error("%s: fsync failed: %s", segment.path, error)
 
 

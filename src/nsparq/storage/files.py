@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from threading import RLock
+from threading import Condition, RLock
 from typing import NamedTuple
 
 from nsparq.errors import StartError
@@ -42,9 +42,6 @@ RunEach = Callable[[Sequence[Work]], None]
 _MAX_BUFFERS = 512
 """Below the system's limit for one vectored write."""
 
-_ZEROS = memoryview(bytes(16 << 10))
-"""Short, so that they stay in the processor's cache."""
-
 _MAX_VERSIONS = 4
 _SMALL = 16 << 10
 """A file of versions is rewritten when it exceeds both this size and so many versions."""
@@ -57,22 +54,6 @@ class _Written(NamedTuple):
     """Number of the change; higher if the file was written again since."""
     start: int
     """Start of its last version; -1 for a file without versions."""
-
-
-def zeros(size: int) -> list[Buffer]:
-    """So many zeros. count_zeros() knows them without a look at their bytes."""
-    whole, rest = divmod(size, len(_ZEROS))
-    return [*[_ZEROS] * whole, _ZEROS[:rest]]
-
-
-def count_zeros(buffers: Sequence[Buffer]) -> int:
-    """How many of the last buffers are from zeros()."""
-    count = 0
-    for buffer in reversed(buffers):
-        if type(buffer) is not memoryview or buffer.obj is not _ZEROS.obj:
-            break
-        count += 1
-    return count
 
 
 def run_one_by_one(works: Sequence[Work]) -> None:
@@ -96,6 +77,9 @@ class Files:
         """Files written without `sync`, by directory."""
         self._appending: set[Path] = set()
         """Files to which a version is being added."""
+        self._rewritten = Condition(self._lock)
+        self._rewriting: set[Path] = set()
+        """Files that a thread rewrites."""
         self._large: set[Path] = set()
         """Files of versions that the next sync rewrites, if it can."""
         self._doubtful: set[Path] = set()
@@ -175,13 +159,16 @@ class Files:
         return os.fstat(fd).st_size
 
     def unlink(self, path: Path) -> None:
-        with suppress(FileNotFoundError), self._lock:
-            # A thread that rewrites the file must not bring it back.
-            self._forget_file(path)
+        # A thread that rewrites the file must not bring it back.
+        self._forget_file(path)
+        with suppress(FileNotFoundError):
             os.unlink(path)
             self._mark_name(path)
 
     def rename(self, source: Path, target: Path) -> None:
+        # The files of a directory that is thrown away must not come back, either.
+        for path in [*self._unsynced_files.get(source, ())]:
+            self._forget_file(path)
         os.replace(source, target)
         self._mark_name(source)
         self._mark_name(target)
@@ -368,37 +355,47 @@ class Files:
 
     def _rewrite(self, path: Path, written: _Written) -> bool:
         """Rewrite a file that has become large or doubtful, with its last version alone. False if
-        it needs no rewriting, or another thread adds a version or rewrites it."""
-        with self._lock:
+        it needs no rewriting, or could not be rewritten and is not doubtful. One thread at a time
+        rewrites a file; others wait, because they must not call it synced before."""
+        with self._rewritten:
+            self._rewritten.wait_for(lambda: path not in self._rewriting)
             is_doubtful = path in self._doubtful
-            is_wanted = is_doubtful or path in self._large
-            if not is_wanted or path in self._appending or written.start < 0:
+            if not is_doubtful and path not in self._large:
                 return False
-            self._large.discard(path)
-            self._doubtful.discard(path)
+            self._rewriting.add(path)
         try:
-            is_done = self._replace_by_last_version(path, written)
+            if self._replace_by_last_version(path, written):
+                return True
         except OSError:
             if is_doubtful:
-                self._doubtful.add(path)
                 raise
             # Most likely the disk is full. The file is good as it is.
-            is_done = False
-        if not is_done:
-            self._large.add(path)
-        return is_done
+        finally:
+            with self._rewritten:
+                self._rewriting.remove(path)
+                self._rewritten.notify_all()
+        if is_doubtful and self._is_unsynced(path):
+            raise OSError(errno.EAGAIN, "a sync failed, and the file has changed since", str(path))
+        return False
 
     def _replace_by_last_version(self, path: Path, written: _Written) -> bool:
+        """False if the file was removed, or another thread adds a version."""
+        start = max(written.start, 0)
         with self.opened(path, read_only=True) as fd:
-            content = self.read(fd, self.size(fd) - written.start, written.start)
+            content = self.read(fd, self.size(fd) - start, start)
         temporary = self._write_temporary(path, content, sync=True)
         with self._lock:
             is_unchanged = self._unsynced_files.get(path.parent, {}).get(path) == written
             if is_unchanged and path not in self._appending:
                 self.rename(temporary, path)
+                self._large.discard(path)
+                self._doubtful.discard(path)
                 return True
         self.unlink(temporary)
         return False
+
+    def _is_unsynced(self, path: Path) -> bool:
+        return path in self._unsynced_files.get(path.parent, {})
 
     def _mark_name(self, path: Path) -> None:
         """Called after the change: a sync in between then costs one more sync, but none is

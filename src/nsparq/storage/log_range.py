@@ -59,11 +59,13 @@ class _OpenFile:
 class FileReader:
     """A file that stays open while anything refers to this object."""
 
-    __slots__ = ("__weakref__", "_file", "_files", "path")
+    __slots__ = ("__weakref__", "_file", "_files", "is_replaced", "path")
 
     def __init__(self, files: Files, path: Path) -> None:
         self._files = files
         self.path = path
+        self.is_replaced = False
+        """Whether the path names another file now."""
         self._file = _OpenFile(files, files.open_read(path))
 
     def read(self, size: int, position: int) -> bytes:
@@ -96,6 +98,9 @@ class SharedReader:
 
     def forget(self) -> None:
         """The path names another file from now on."""
+        reader = self._reader() if self._reader is not None else None
+        if reader is not None:
+            reader.is_replaced = True
         self._reader = None
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from nsparq.storage.files import Files
 from nsparq.storage.segment import Segment
+
+logger = logging.getLogger(__name__)
 
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
@@ -38,8 +41,8 @@ class Sync:
         for fd, segment in self._opened:
             try:
                 sync(fd)
-            except OSError as error:
-                self.error = error
+            except Exception as error:
+                self.error = _as_os_error(error)
                 self.failed.append(segment)
             finally:
                 self._files.close(fd)
@@ -48,11 +51,12 @@ class Sync:
                 self._files.sync_written(self._directory)
             else:
                 self._files.sync_names(self._directory)
-        except OSError as error:
-            if error.errno in _OUT_OF_DESCRIPTORS:
-                self.obstacle = error
+        except Exception as error:
+            found = _as_os_error(error)
+            if found.errno in _OUT_OF_DESCRIPTORS:
+                self.obstacle = found
             else:
-                self.error = error
+                self.error = found
 
 
 class SyncState:
@@ -105,7 +109,7 @@ class SyncState:
             self.committed = max(self.committed, sync.end)
             return True
         for segment in sync.failed:
-            segment.is_doubtful = True
+            segment.doubt()
         return False
 
     def close_descriptors(self) -> None:
@@ -113,3 +117,11 @@ class SyncState:
         for fd, _ in self._sealed:
             self._files.close(fd)
         self._sealed.clear()
+
+
+def _as_os_error(error: Exception) -> OSError:
+    """Whatever went wrong, publishers must not be told that their messages are on disk."""
+    if isinstance(error, OSError):
+        return error
+    logger.error("internal error in a sync", exc_info=error)
+    return OSError(f"internal error: {error!r}")

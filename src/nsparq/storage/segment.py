@@ -96,10 +96,16 @@ class Segment(SegmentFile):
         self.files.never_sync(self.index_path)
         self.has_index = True
 
+    def doubt(self) -> None:
+        """An fsync failed. An empty file has nothing to lose, and another segment of the same name
+        may take its place while it would be copied."""
+        self.is_doubtful = self.size > 0
+
     def copied(self) -> None:
         """doubtful.replace_by_copy() is done: the segment is safe again."""
         self.is_doubtful = False
         self.close()
+        self._reader.forget()
 
     def _log_damage(self, position: int, reason: str) -> None:
         logger.error("%s", CorruptBatch(self.path, position, reason))

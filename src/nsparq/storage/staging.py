@@ -121,11 +121,9 @@ class Part:
     def sync(self, *, now: bool) -> None:
         """Sync the file now, or in the next round of syncs. Any thread may call this, while nothing
         is appended."""
-        if not now:
-            self._files.sync_later(self.path)
-            return
-        with self._files.opened(self.path, read_only=True) as fd:
-            self._files.sync(fd)
+        self._files.sync_later(self.path)
+        if now:
+            self._files.sync_file(self.path)
 
 
 def _chunks(files: Files, fd: int, path: Path) -> Iterator[Chunk]:
