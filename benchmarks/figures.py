@@ -60,21 +60,21 @@ BROKER = [
     row("… CPU time of the broker per delivery", "broker", "fanout8, piled up, broker CPU", ratio=False),
     row("single PUB, one at a time, 16 connections; NSQ all in memory", "broker", "single_pub"),
     *LATENCY,
-    row("consume; NSQ all in memory", "broker-2", "consume"),
-    row("publish and consume at once; NSQ all in memory", "broker-2", "both"),
-    row("publish a backlog beyond the memory queue", "broker-2", "backlog publish"),
-    row("consume it", "broker-2", "backlog consume"),
-    row("memory with 1 million, 5 million messages waiting", "broker-2", MILLION, FIVE_MILLION, ratio=False),
+    row("consume; NSQ all in memory", "broker", "consume"),
+    row("publish and consume at once; NSQ all in memory", "broker", "both"),
+    row("publish a backlog beyond the memory queue", "broker", "backlog publish"),
+    row("consume it", "broker", "backlog consume"),
+    row("memory with 1 million, 5 million messages waiting", "broker", MILLION, FIVE_MILLION, ratio=False),
     row(
         "restart with 5 million waiting, to the first message: killed, clean",
-        "broker-2",
+        "broker",
         "restart after kill -9, first message",
         "restart after clean stop, first message",
         ratio=False,
     ),
-    row("… delivered of those 5 million", "broker-2", "delivered after both restarts", ratio=False),
-    row("10,000 idle topics: CPU time in 10 s", "broker-2", "CPU in 10 s, 10,000 idle", ratio=False),
-    row("10,000 idle topics: memory", "broker-2", "memory, 10,000 idle", ratio=False),
+    row("… delivered of those 5 million", "broker", "delivered after both restarts", ratio=False),
+    row("10,000 idle topics: CPU time in 10 s", "broker", "CPU in 10 s, 10,000 idle", ratio=False),
+    row("10,000 idle topics: memory", "broker", "memory, 10,000 idle", ratio=False),
 ]
 
 SUMMARY = [
@@ -82,15 +82,15 @@ SUMMARY = [
     row("deliver every message to 8 channels, per channel", "broker", "fanout8, live"),
     row("publish one message at a time, 16 connections", "broker", "single_pub"),
     LATENCY[0],
-    row("consume", "broker-2", "consume"),
-    row("consume a backlog that does not fit into memory", "broker-2", "backlog consume"),
+    row("consume", "broker", "consume"),
+    row("consume a backlog that does not fit into memory", "broker", "backlog consume"),
     row(
         "acknowledged messages that survive `kill -9`",
-        "broker-2",
+        "broker",
         "delivered after both restarts",
         ratio=False,
     ),
-    row("memory with 5 million messages waiting", "broker-2", FIVE_MILLION, ratio=False),
+    row("memory with 5 million messages waiting", "broker", FIVE_MILLION, ratio=False),
 ]
 
 LAYERS = ("TLS", "snappy", "deflate")
@@ -158,17 +158,17 @@ SPARK = [
 
 RATES = [
     row("published in MPUBs of 200", "broker", "publish"),
-    row("consumed, RDY 2500", "broker-2", "consume"),
-    row("both at once", "broker-2", "both"),
+    row("consumed, RDY 2500", "broker", "consume"),
+    row("both at once", "broker", "both"),
     row("every message to 8 channels, per channel", "broker", "fanout8, live"),
     row("published one at a time, 16 connections", "broker", "single_pub"),
     row("`POST /pub`, 16 connections", "http", "/pub"),
 ]
 
 MEMORY = [
-    row("nsqd, 1 million messages waiting on disk", "broker-2", MILLION),
-    row("nsqd, 5 million messages waiting on disk", "broker-2", FIVE_MILLION),
-    row("nsqd, 10,000 idle topics with a channel each", "broker-2", "memory, 10,000 idle"),
+    row("nsqd, 1 million messages waiting on disk", "broker", MILLION),
+    row("nsqd, 5 million messages waiting on disk", "broker", FIVE_MILLION),
+    row("nsqd, 10,000 idle topics with a channel each", "broker", "memory, 10,000 idle"),
     row("nsqlookupd, 1,000 nsqds with the same 100 topics", "lookupd", "memory, peak"),
     row("nsqlookupd, 100,000 topics", "lookupd", "100,000 topics: memory, peak"),
 ]
