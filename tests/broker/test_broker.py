@@ -392,7 +392,7 @@ def test_messages_that_cannot_be_carried_over_show_in_health_and_stay_in_the_log
     publish_a_hundred(rig)
     held, *rest = client.take()
     rig.finish(client, *rest)
-    rig.files.fail("replace", ".carry")
+    rig.files.fail("write", ".carry.copy")
     rig.maintain()
     assert "cannot carry messages over" in rig.broker.health.error
     rig.requeue(client, held)
@@ -410,7 +410,7 @@ def test_carried_messages_whose_sync_fails_are_not_given_up(make_rig: MakeRig):
     publish_a_hundred(rig)
     held, *rest = client.take()
     rig.finish(client, *rest)
-    rig.files.fail("replace", ".carry", errno.EIO)
+    rig.files.fail("sync", ".carry.copy", errno.EIO)
     rig.maintain()
     rig.files.heal()
     rig.maintain()
@@ -419,7 +419,7 @@ def test_carried_messages_whose_sync_fails_are_not_given_up(make_rig: MakeRig):
     assert rig.subscribe(rdy=10).take_bodies() == [held.body]
 
 
-@pytest.mark.parametrize(("call", "suffix"), [("replace", ".carry"), ("open_read", ".log")])
+@pytest.mark.parametrize(("call", "suffix"), [("write", ".carry.copy"), ("open_read", ".log")])
 def test_the_error_of_carrying_over_ends_when_no_message_is_left_to_carry(
     make_rig: MakeRig, call: str, suffix: str
 ):
@@ -444,7 +444,7 @@ def test_each_channel_has_its_own_error_of_carrying_over(make_rig: MakeRig, is_d
     publish_a_hundred(rig)
     for client in clients:
         rig.finish(client, *client.take()[1:])
-    rig.files.fail("replace", "a.carry")
+    rig.files.fail("write", "a.carry.copy")
     rig.maintain()
     assert rig.names("*.carry") == ["b.carry"]
     assert "t:a: cannot carry messages over" in rig.broker.health.error

@@ -1122,3 +1122,17 @@ def test_a_send_that_ends_its_connection_does_not_affect_other_clients(
     # All clients are still in line.
     rig.publish("t", *bodies(2 * len(healthy)))
     assert [len(client.take()) for client in healthy] == [2] * len(healthy)
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_channel_that_cannot_be_saved_is_paused_as_before(rig: Rig, paused: bool) -> None:
+    channel = rig.channel()
+    if not paused:
+        channel.pause()
+    rig.files.fail("replace", ".channel")
+    with pytest.raises(OSError, match="No space"):
+        channel.pause() if paused else channel.unpause()
+    assert channel.paused is not paused
+    rig.files.heal()
+    channel.pause() if paused else channel.unpause()
+    assert channel.paused is paused

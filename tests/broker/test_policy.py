@@ -594,3 +594,89 @@ def test_the_dead_letter_topic_keeps_what_a_crash_needs(make_rig: MakeRig):
     rig.maintain()
     rig.topic("t.dead").log.trim(rig.topic("t.dead").low(), 0)
     assert len(letters(rig)) < 50, "a checkpoint has settled them"
+
+
+def no_policy(rig: Rig) -> None:
+    rig.channel().change_policy(None)
+
+
+def other_topic(rig: Rig) -> None:
+    set_policy(rig, max_attempts=1, dead_letters="elsewhere")
+
+
+def delete_channel(rig: Rig) -> None:
+    rig.topic().delete_channel("c")
+
+
+def delete_topic(rig: Rig) -> None:
+    rig.broker.delete_topic("t")
+
+
+@pytest.mark.parametrize("end", [no_policy, other_topic, delete_channel, delete_topic])
+def test_the_dead_letter_topic_keeps_nothing_for_a_channel_that_writes_no_more_letters(
+    make_rig: MakeRig, end: Callable[[Rig], None]
+):
+    rig = make_rig(max_bytes_per_file=2000)
+    rig.channel("other")
+    client, reader = rig.subscribe(rdy=1), rig.subscribe("t.dead", rdy=100)
+    set_policy(rig, max_attempts=1)
+    rig.publish("t", b"poison")
+    fail(rig, client, 1)
+    end(rig)
+    for _ in range(10):
+        rig.publish("t.dead", b"." * 1000)
+        rig.finish(reader, *reader.take())
+        rig.maintain()
+    assert len(rig.names("*.log", "t.dead")) == 1
+
+
+def test_the_dead_letter_topic_keeps_nothing_for_an_ephemeral_channel(make_rig: MakeRig):
+    """No state of such a channel is on disk, so a start finds none of its messages."""
+    rig = make_rig(max_bytes_per_file=2000)
+    client, reader = rig.subscribe(channel="c#ephemeral", rdy=1), rig.subscribe("t.dead", rdy=100)
+    set_policy(rig, "c#ephemeral", max_attempts=1)
+    for n in range(50):
+        rig.publish("t", b"%d" % n)
+        fail(rig, client, 1, b"%d" % n)
+        rig.finish(reader, *reader.take())
+        rig.maintain()
+    assert len(rig.names("*.log", "t.dead")) == 1
+
+
+def test_a_checkpoint_that_was_replaced_meanwhile_gives_no_letters_up(make_rig: MakeRig):
+    """A thread has written the state before the policy changed, and says so afterwards."""
+    later = Later()
+    rig = make_rig(background=later)
+    client = rig.subscribe(rdy=1)
+    set_policy(rig, max_attempts=1)
+    rig.publish("t", b"poison")
+    later.run_all()
+    rig.maintain()
+    checkpoints, later.jobs = later.jobs, []
+    for work, _ in checkpoints:
+        work()
+    set_policy(rig, max_attempts=1, dead_letters="elsewhere")
+    before = rig.topic("elsewhere").log.end
+    fail(rig, client, 1)
+    for _, then in checkpoints:
+        then()
+    assert [*rig.topic("elsewhere").holds.values()] == [before]
+    later.run_all()
+    rig.maintain()
+    later.run_all()
+    assert rig.topic("elsewhere").holds == {}
+
+
+def test_a_channel_that_the_disk_refuses_writes_no_dead_letters(rig: Rig):
+    rig.topic().change_settings({"policy": {"expire_after": 60}})
+    client = rig.subscribe(rdy=10)
+    rig.files.fail("replace", ".channel")
+    with pytest.raises(OSError, match="No space"):
+        rig.channel("refused")
+    rig.files.heal()
+    rig.publish("t", b"m")
+    rig.finish(client, *client.take())
+    rig.pass_time(61)
+    rig.maintain()
+    rig.turn()
+    assert [*rig.broker.topics] == ["t"]

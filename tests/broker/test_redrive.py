@@ -17,6 +17,7 @@ from nsparq.dead_letter import DeadLetter
 from nsparq.delivery_policy import parse_policy
 from nsparq.headers import encode_headers
 from nsparq.packed import PackedBodies
+from nsparq.storage.carried import CarriedFile
 from tests.broker.rig import Later, Receipt, Rig, TestFiles
 from tests.broker.test_policy import letters
 
@@ -369,6 +370,144 @@ def test_a_seek_amid_the_writing_puts_nothing_back_twice(make_rig: MakeRig):
     rig.channel().seek(0)
     later.run_all()
     assert running(rig).progress.skipped == {"unfinished": 1}
+    assert drain(rig) == [b"one"]
+
+
+def fail_to_write(rig: Rig) -> None:
+    """Begin a redrive whose messages cannot be written. The disk is well afterwards."""
+    give_up(rig, b"one")
+    forget_log(rig)
+    rig.files.fail("write", ".carry.copy")
+    redrive(rig)
+    rig.files.heal()
+    assert "redrive of t.dead: cannot write messages" in rig.broker.health.error
+
+
+def test_the_error_of_a_redrive_ends_with_it(make_rig: MakeRig):
+    rig = make_rig(max_bytes_per_file=2000)
+    fail_to_write(rig)
+    running(rig).cancel()
+    assert (rig.broker.health.error, running(rig).waits_for) == (None, "")
+
+
+def test_the_error_of_a_redrive_ends_with_its_topic(make_rig: MakeRig):
+    rig = make_rig(max_bytes_per_file=2000)
+    fail_to_write(rig)
+    rig.broker.delete_topic("t.dead")
+    assert rig.broker.health.error is None
+
+
+@pytest.mark.parametrize("is_deleted", [False, True], ids=["cancelled", "topic deleted"])
+def test_a_part_that_fails_after_the_end_of_the_redrive_is_no_error(make_rig: MakeRig, is_deleted: bool):
+    later = Later()
+    rig = make_rig(background=later, max_bytes_per_file=2000)
+    give_up(rig, b"one")
+    forget_log(rig)
+    later.run_all()
+    rig.maintain()
+    later.run_all()
+    redrive(rig)
+    later.run()
+    if is_deleted:
+        rig.broker.delete_topic("t.dead")
+    else:
+        running(rig).cancel()
+    rig.files.fail("write", ".carry.copy")
+    later.run_all()
+    rig.files.heal()
+    assert "redrive t.dead" not in rig.broker.health.errors
+
+
+def test_a_redrive_leaves_no_file_in_a_new_dead_letter_topic(make_rig: MakeRig):
+    later = Later()
+    rig = make_rig(background=later)
+    give_up(rig, b"one", b"two")
+    later.run_all()
+    progress = redrive(rig, rate=1)
+    later.run()
+    assert progress.redriven == 1, "its checkpoint is under way"
+    rig.broker.delete_topic("t.dead")
+    rig.channel("c", "t.dead")
+    later.run_all()
+    assert rig.names("redrive.json", "t.dead") == []
+    assert drain(rig) == [b"one"]
+    rig.restart()
+    assert rig.broker.redrives.find(rig.topic("t.dead")) is None
+
+
+@pytest.mark.parametrize("is_deleted", [False, True], ids=["replaced", "topic deleted"])
+def test_messages_of_a_redrive_that_has_ended_are_not_stuck(rig: Rig, is_deleted: bool):
+    """The checkpoint that they wait for fails, and is written again."""
+    give_up(rig, b"one", b"two")
+    rig.files.fail("replace", ".channel")
+    assert redrive(rig, rate=1).redriven == 1
+    running(rig).cancel()
+    if is_deleted:
+        rig.broker.delete_topic("t.dead")
+    else:
+        redrive(rig)
+    client = rig.subscribe(rdy=10)
+    rig.maintain()
+    rig.turn()
+    assert client.take() == []
+    rig.files.heal()
+    for _ in range(3):
+        rig.maintain()
+        rig.turn()
+    assert client.take_bodies() == ([b"one"] if is_deleted else [b"one", b"two"])
+
+
+def test_two_redrives_into_one_channel_do_not_release_the_messages_of_each_other(make_rig: MakeRig):
+    """A message is sent only when a checkpoint says that it was put back."""
+    later = Later()
+    rig = make_rig(background=later, max_bytes_per_file=2000)
+    give_up(rig, b"gone", dead="first")
+    forget_log(rig)
+    give_up(rig, b"kept", dead="second")
+    later.run_all()
+    rig.maintain()
+    later.run_all()
+    client = rig.subscribe(rdy=10)
+    redrive(rig, "first")
+    later.run()
+    ((carry, carried),) = later.jobs
+    later.jobs = []
+    redrive(rig, "second")
+    later.run()
+    ((write, written),) = later.jobs
+    later.jobs = []
+    write()
+    carry()
+    carried()
+    written()
+    rig.turn()
+    assert client.take_bodies() == [b"kept"]
+    while running(rig, "first").is_running:
+        rig.maintain()
+        assert client.take() == []
+        later.run_all()
+        rig.turn()
+    assert client.take_bodies() == [b"gone"]
+
+
+def test_messages_are_put_back_only_if_the_thread_that_writes_them_has_no_error_at_all(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+):
+    rig = make_rig(max_bytes_per_file=2000)
+    give_up(rig, b"one")
+    forget_log(rig)
+
+    def run_out(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(CarriedFile, "write_singles", run_out)
+    progress = redrive(rig)
+    assert (progress.redriven, progress.state) == (0, "running")
+    assert "MemoryError" in rig.broker.health.error
+    monkeypatch.undo()
+    rig.maintain()
+    assert progress.redriven == 1
+    assert rig.broker.health.error is None
     assert drain(rig) == [b"one"]
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from nsparq.broker.turn import EAGER_BATCH, EAGER_BYTES, MAX_BATCH
 from nsparq.errors import Exiting, SyncFailed, WriteFailed
 from nsparq.packed import PackedBodies
-from tests.broker.rig import FakeClient, Later, Receipt, Rig, bodies, counts, publish
+from nsparq.storage.files import Buffer
+from tests.broker.rig import FakeClient, Later, Receipt, Rig, TestFiles, bodies, counts, publish
 
 MakeRig = Callable[..., Rig]
 
@@ -835,3 +836,27 @@ def test_a_pause_that_cannot_be_kept_does_not_happen(rig: Rig, has_channel: bool
     rig.turn()
     found = [b"three"] if has_channel else [b"one", b"two", b"three"]
     assert (client or rig.subscribe(rdy=10)).take_bodies() == found
+
+
+class FullDisk(TestFiles):
+    """New files can be made, but they stay empty."""
+
+    is_full = False
+
+    def write(self, fd: int, buffers: Sequence[Buffer], position: int) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(fd, buffers, position)
+
+
+def test_a_channel_that_a_full_disk_refuses_leaves_no_file(make_rig: MakeRig):
+    files = FullDisk()
+    rig = make_rig(files=files)
+    rig.channel("other")
+    files.is_full = True
+    with pytest.raises(OSError, match="No space"):
+        rig.channel("refused")
+    files.is_full = False
+    rig.restart()
+    assert [*rig.topic().channels] == ["other"]
+    assert rig.topic().corrupt_files == 0

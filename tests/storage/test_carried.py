@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,53 @@ def test_a_removed_file_does_not_come_back(carried: CarriedFile, path: Path) -> 
     assert not path.exists()
     assert len(carried.kept) == 0
     carried.remove()
+
+
+@pytest.mark.parametrize(
+    ("is_first", "write"),
+    [
+        (True, lambda old: old.add(MESSAGES[:1])),
+        (False, lambda old: old.add(MESSAGES[:1])),
+        (False, lambda old: old.accept_copy(old.copy(old.kept.copy()))),
+    ],
+    ids=["first write", "append", "copy"],
+)
+@pytest.mark.parametrize("moment", ["open", "sync"])
+def test_a_late_write_of_a_discarded_file_does_not_touch_a_new_one(
+    files: FaultyFiles,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_first: bool,
+    write: Callable[[CarriedFile], None],
+    moment: str,
+) -> None:
+    """The channel is deleted and created again while a thread writes."""
+    old, new = CarriedFile(files, path), CarriedFile(files, path)
+    if not is_first:
+        old.add([Batch.single(n, NOW_NS, b"of the old channel") for n in range(100)])
+
+    def replaced() -> None:
+        monkeypatch.undo()
+        old.discard()
+        new.add(MESSAGES)
+
+    if moment == "sync":
+        monkeypatch.setattr(files, "sync", lambda _: replaced())
+    else:
+        replaced()
+    with suppress(FileNotFoundError):
+        write(old)
+    assert os.listdir(path.parent) == [path.name]
+    assert contents(new, 5, 9, 100) == expected(0, 1, 2)
+    again = CarriedFile(files, path)
+    assert again.load() == [5, 9, 100] and not again.is_damaged
+
+
+def test_a_discarded_file_is_not_written_again(carried: CarriedFile, path: Path) -> None:
+    carried.discard()
+    with pytest.raises(FileNotFoundError):
+        carried.add(MESSAGES)
+    assert os.listdir(path.parent) == []
 
 
 def test_messages_finished_during_a_copy_are_forgotten(files: FaultyFiles, path: Path) -> None:

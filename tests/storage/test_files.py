@@ -573,6 +573,18 @@ def test_a_version_that_cannot_be_written_leaves_the_others(
     assert content(tmp_path) == b"old"
 
 
+def test_a_first_version_that_cannot_be_written_leaves_no_file(files: Files, tmp_path: Path) -> None:
+    """An empty one would look damaged."""
+
+    def full(fd: int, buffers: object, position: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(files, "write", full)
+        files.add_version(tmp_path / "file", b"1")
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync", "replace"])
 def test_a_replacement_that_fails_leaves_the_old_content(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, descriptors: None, call: str

@@ -7,6 +7,7 @@ with a file copy in a thread; channels of ephemeral topics keep the copies in me
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from nsparq.broker.channel import Channel
     from nsparq.broker.letters import Letter
     from nsparq.broker.redrive_choice import Columns
+
+logger = logging.getLogger(__name__)
 
 MAX_SHARE: Final = 8
 """Messages are carried over if they are at most one in so many of their segment."""
@@ -54,6 +57,9 @@ class CarryJob:
             self._places = self._write()
         except OSError as error:
             self.error = error
+        except Exception as error:
+            logger.exception("internal error while carrying messages over")
+            self.error = OSError(f"internal error: {error!r}")
 
     def accept(self) -> None:
         try:
@@ -163,14 +169,14 @@ class CarriedOver:
     def end(self, done: CarryJob) -> None:
         channel = self._channel
         self.is_running = False
-        if channel.topic.is_exiting or channel.topic.channels.get(channel.name) is channel:
-            done.accept()
-            if done.error is None and done.before:
-                self.before = max(self.before, done.before)
-                channel.mark_changed()
-        else:
-            # The channel was deleted meanwhile, and the thread made its file again.
-            self.store.remove()
+        if channel.topic.channels.get(channel.name) is not channel:
+            # The channel was deleted meanwhile, and its file with it.
+            done.error = None
+            return
+        done.accept()
+        if done.error is None and done.before:
+            self.before = max(self.before, done.before)
+            channel.mark_changed()
 
     def drop_finished(self) -> CarryJob | None:
         """Forget carried-over messages that are finished and that the checkpoint on disk does not

@@ -285,15 +285,22 @@ class Channel:
     # management
 
     def pause(self) -> None:
-        self.paused = True
-        self.mark_changed()
-        self.topic.broker.channel_changed(self)
+        """Raises OSError, and then changes nothing."""
+        self._set_paused(True)
 
     def unpause(self) -> None:
-        self.paused = False
-        self.mark_changed()
-        self.topic.broker.channel_changed(self)
+        """Raises OSError, and then changes nothing."""
+        self._set_paused(False)
         self.topic.broker.next_turn.add_channel(self)
+
+    def _set_paused(self, paused: bool) -> None:
+        before, self.paused = self.paused, paused
+        self.mark_changed()
+        try:
+            self.topic.broker.channel_changed(self)
+        except OSError:
+            self.paused = before
+            raise
 
     def start_hold(self, name: str) -> None:
         """Deliver nothing for the moment. Unlike a pause a hold is not kept on disk, and its owner

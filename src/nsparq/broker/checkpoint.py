@@ -105,9 +105,10 @@ class Checkpoint:
 
     def remove_files(self) -> None:
         # The state file goes last: a channel exists as long as it has one.
-        self._channel.carried_over.store.remove()
+        self._channel.carried_over.store.discard()
         if self.file is not None:
             self.file.remove()
+        self._channel.dead_letters.files_removed()
 
     # reading
 

@@ -102,8 +102,9 @@ class DeadLetters:
             return
         self._writing = {sequence: given_up[sequence] for sequence in letters}
         self._topic, self._start, self._end = topic, start, topic.log.end
-        self._holding.add(topic)
-        topic.holds.setdefault(self, start)
+        if channel.is_durable:
+            self._holding.add(topic)
+            topic.holds.setdefault(self, start)
         topic.publishing.when_committed(lambda error: self._written(name, error))
 
     def _letters(self) -> dict[int, tuple[bytes, bytes]]:
@@ -153,6 +154,9 @@ class DeadLetters:
 
     def _written(self, name: str, error: Exception | None) -> None:
         channel, broker = self._channel, self._channel.topic.broker
+        if channel.is_exiting:
+            # It was deleted, or nsqd stops: then its state says that letters are pending.
+            return
         written, self._writing = self._writing, {}
         source = f"dead letters {channel}"
         if error is not None:
@@ -188,14 +192,23 @@ class DeadLetters:
             state.letters_position = topic.log.end if topic is not None else 0
 
     def state_written(self, state: ChannelState) -> None:
-        """A state is on disk: the dead-letter topic need not keep what lies before its position."""
+        """A state is on disk: the dead-letter topic need not keep what lies before its position. A
+        topic that the state does not name has no letters that the state does not know, because
+        every change of the policy writes a state."""
         for topic in [*self._holding]:
-            is_named = topic.name == state.letters_topic
-            if is_named and state.letters_position < self._end:
+            if topic.name == state.letters_topic and state.letters_position < self._end:
                 topic.holds[self] = max(topic.holds[self], state.letters_position)
-            elif is_named or topic is not self._topic:
-                self._holding.remove(topic)
-                del topic.holds[self]
+            else:
+                self._release(topic)
+
+    def files_removed(self) -> None:
+        """The channel was deleted, and its state: no start will look for its letters."""
+        for topic in [*self._holding]:
+            self._release(topic)
+
+    def _release(self, topic: Topic) -> None:
+        self._holding.remove(topic)
+        del topic.holds[self]
 
 
 def _without_origin(message: Batch) -> tuple[bytes, bytes]:

@@ -110,6 +110,8 @@ class Delivery:
 
     def pump(self, now_ns: int) -> int:
         """Send what can be sent. Gives how far the cursor has come."""
+        if self._channel.is_exiting:
+            return 0
         channel, cursor = self._channel, self._cursor
         start = cursor.position
         stop_ns = self._topic.broker.monotonic_ns() + PUMP_NS

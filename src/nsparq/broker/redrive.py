@@ -103,6 +103,11 @@ class Redrive:
     def is_running(self) -> bool:
         return self.progress.state == RUNNING
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a part is being worked on. It is completed after the end, too."""
+        return self._is_busy
+
     def cancel(self) -> None:
         """End it. The part that is being worked on is completed. Raises OSError."""
         if self.is_running:
@@ -173,10 +178,11 @@ class Redrive:
         self._broker.try_in_background(read, done, None if archive is None else archive.in_background)
 
     def _hold_up(self, reason: str) -> None:
-        """Try the part again later."""
+        """Try the part again later, unless the redrive has ended or its topic was deleted."""
         self._is_busy = False
-        self.waits_for = reason
-        self._broker.health.set(f"redrive of {self._topic}: {reason}", f"redrive {self._topic}")
+        if self.is_running and not self._topic.is_exiting:
+            self.waits_for = reason
+            self._broker.health.set(f"{self}: {reason}", f"redrive {self._topic}")
 
     def _choose(self, part: Part) -> None:
         """Decide which letters go back. Messages that the logs do not have are written first."""
@@ -229,9 +235,10 @@ class Redrive:
             return
         name = self._topic.name
         if any(one.carrying is not None for one in chosen) and any(
-            one.has_changed(self._broker, name) for one in chosen
+            one.channel.unfinished.redriven or one.has_changed(self._broker, name) for one in chosen
         ):
-            # The part is to be done again.
+            # The part is to be done again: after a seek or a deletion, or because messages of
+            # another redrive wait for their checkpoint. It must not release these ones as well.
             self._is_busy = False
             self.proceed()
             return
@@ -273,6 +280,8 @@ class Redrive:
 
     def _part_done(self) -> None:
         self._is_busy = False
+        if self._topic.is_exiting:
+            return
         self._broker.health.set(None, f"redrive {self._topic}")
         if self.is_running:
             self._topic.holds[self] = self.progress.position
@@ -308,6 +317,8 @@ class Redrive:
             self.progress.state, self.progress.ended_ns = before
             raise
         self._topic.holds.pop(self, None)
+        self.waits_for = ""
+        self._broker.health.set(None, f"redrive {self._topic}")
 
     # on disk
 
@@ -327,6 +338,9 @@ class Redrive:
         if self._topic.is_synchronous:
             self._broker.changes.sync_soon(self._topic.directory)
 
+    def __str__(self) -> str:
+        return f"redrive of {self._topic}"
+
 
 class Redrives:
     """The redrives of all dead-letter topics, one for each."""
@@ -334,6 +348,9 @@ class Redrives:
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._redrives: dict[Topic, Redrive] = {}
+        self._left: list[Redrive] = []
+        """Redrives that another one has replaced, or whose topic was deleted. The states of their
+        last part may have to be written again."""
 
     def find(self, topic: Topic) -> Redrive | None:
         """The redrive under way, or the last one."""
@@ -352,21 +369,23 @@ class Redrives:
         except OSError:
             topic.holds.pop(redrive, None)
             raise
+        if known is not None:
+            self._left.append(known)
         self._redrives[topic] = redrive
         redrive.proceed()
         return redrive
 
     def continue_all(self) -> None:
         """A round of upkeep."""
-        for topic, redrive in [*self._redrives.items()]:
-            if self._broker.topics.get(topic.name) is not topic:
-                del self._redrives[topic]
-            else:
-                try:
-                    redrive.retry()
-                except Exception:
-                    # It must not stop the upkeep of everything else.
-                    logger.exception("%s: internal error in a redrive", topic)
+        for topic in [one for one in self._redrives if self._broker.topics.get(one.name) is not one]:
+            self._left.append(self._redrives.pop(topic))
+        self._left = [redrive for redrive in self._left if redrive.is_busy]
+        for redrive in [*self._redrives.values(), *self._left]:
+            try:
+                redrive.retry()
+            except Exception:
+                # It must not stop the upkeep of everything else.
+                logger.exception("%s: internal error", redrive)
 
     def load(self) -> None:
         """At the start: continue what the last run has begun. The topics must be loaded."""

@@ -97,7 +97,7 @@ class QueueScan:
             if not busy:
                 return len(dirty)
             for channel in [*busy]:
-                done = channel.expire(now_ns, SLICE)
+                done = 0 if channel.is_exiting else channel.expire(now_ns, SLICE)
                 if done:
                     dirty.add(channel)
                 if done < SLICE:

@@ -244,9 +244,10 @@ class Topic:
                 self.save_channel(channel)
         except OSError:
             # The disk refuses. There is no channel, and the topic keeps its messages.
-            channel.is_exiting = True
-            del self.channels[name]
-            self.held_back = held_back
+            channel.is_exiting, self.held_back = True, held_back
+            self._deleted[name] = self.channels.pop(name)
+            self._remove_files(name, channel)
+            self.broker.upkeep.forget_channel(channel)
             raise
         self.holds.pop(OBSERVED, None)
         self.broker.channel_created(channel)
@@ -400,10 +401,11 @@ class Topic:
     def delete(self) -> None:
         """Delete the topic with its channels and messages."""
         self.is_exiting = True
-        self._deleted.clear()
-        for channel in [*self.channels.values()]:
+        for channel in [*self._deleted.values(), *self.channels.values()]:
             # A checkpoint in progress must not be written any more.
             channel.checkpoint.remove_files()
+        self._deleted.clear()
+        for channel in [*self.channels.values()]:
             self._end_channel(channel)
         self.publishing.refuse_all()
         if self.idempotence is not None:

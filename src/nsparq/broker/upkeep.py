@@ -90,7 +90,8 @@ class Upkeep:
 
     def retry(self, channel: Channel) -> None:
         """Let the next round try to deliver again."""
-        self._retried.add(channel)
+        if not channel.is_exiting:
+            self._retried.add(channel)
 
     def forget_topic(self, topic: Topic) -> None:
         """The topic was deleted."""
@@ -98,7 +99,7 @@ class Upkeep:
             topics.discard(topic)
         if self._broker.archive is not None:
             self._broker.archive.forget(topic)
-        for work in ("sync", "state", "producers"):
+        for work in ("sync", "state", "producers", "redrive"):
             self._broker.health.set(None, f"{work} {topic}")
 
     def forget_channel(self, channel: Channel) -> None:
@@ -238,7 +239,7 @@ class Upkeep:
             if error is not None:
                 channel.checkpoint.is_stale = True
                 self.changed.add(channel.topic)
-            if is_latest and state is not None:
+            if is_latest and state is not None and state_file.written_version == version:
                 channel.checkpoint.written(state)
             text = None if error is None else f"failed to checkpoint {channel}: {error}"
             self._broker.health.set(text, f"checkpoint {channel}")

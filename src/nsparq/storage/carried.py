@@ -6,10 +6,13 @@ file, as a batch of one message, and the segment can be removed.
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
+from threading import Lock
 
 from nsparq.errors import CorruptBatch
 from nsparq.storage.batch import (
@@ -38,7 +41,11 @@ Places = dict[int, tuple[int, int]]
 
 
 class CarriedFile:
-    """Carried-over messages on disk. Memory has only their places."""
+    """Carried-over messages on disk. Memory has only their places.
+
+    Threads write the file and may be late: the channel may be deleted meanwhile, and another one of
+    the same name may have a file there. After discard() a late thread gets FileNotFoundError.
+    """
 
     def __init__(self, files: Files, path: Path, mark: int = 0) -> None:
         """`mark` is the mark of the log; see storage.batch.mark_of."""
@@ -46,6 +53,10 @@ class CarriedFile:
         self._path = path
         self._mark = mark
         self._copy_path = path.with_name(path.name + ".copy")
+        self._naming = Lock()
+        """Held while a file is opened to be written, or renamed; never while the disk syncs,
+        because the event loop may wait for it."""
+        self._is_discarded = False
         self.kept: Places = {}
         self._size = 0
         self._live = 0
@@ -94,15 +105,43 @@ class CarriedFile:
         return self._write(sequences.tolist(), content, sizes)
 
     def _write(self, sequences: list[int], content: bytes, sizes: list[int]) -> Places:
-        if self._size:
-            with self._files.opened(self._path) as fd:
-                self._files.write(fd, [content], self._size)
+        size = self._size
+        if size:
+            with self._opened(self._path) as fd:
+                self._files.write(fd, [content], size)
                 self._files.sync(fd)
         else:
             # A kill must not leave an empty file: load() would take it for damage.
-            self._files.replace(self._path, content, sync=True)
-        places = zip(accumulate(sizes, initial=self._size), sizes, strict=False)
+            self._write_copy(content)
+            self._use_copy()
+            self._files.sync_names(self._path.parent)
+        places = zip(accumulate(sizes, initial=size), sizes, strict=False)
         return dict(zip(sequences, places, strict=True))
+
+    def _write_copy(self, content: bytes) -> None:
+        with self._opened(self._copy_path) as fd:
+            self._files.truncate(fd, 0)
+            self._files.write(fd, [content], 0)
+            self._files.sync(fd)
+
+    def _use_copy(self) -> None:
+        with self._naming:
+            self._check()
+            self._files.rename(self._copy_path, self._path)
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[int]:
+        with self._naming:
+            self._check()
+            fd = self._files.open(path)
+        try:
+            yield fd
+        finally:
+            self._files.close(fd)
+
+    def _check(self) -> None:
+        if self._is_discarded:
+            raise FileNotFoundError(errno.ENOENT, "its channel was deleted", str(self._path))
 
     def accept(self, places: Places) -> None:
         """Count messages as carried over: they are on disk, and their segments may be removed."""
@@ -152,15 +191,12 @@ class CarriedFile:
             pieces.append(raw[start : start + size])
             places[sequence] = (position, size)
             position += size
-        with self._files.opened(self._copy_path) as fd:
-            self._files.truncate(fd, 0)
-            self._files.write(fd, [b"".join(pieces)], 0)
-            self._files.sync(fd)
+        self._write_copy(b"".join(pieces))
         return places
 
     def accept_copy(self, places: Places) -> None:
         """Use the copy from now on. If a power cut undoes the rename, the old file is as good."""
-        self._files.rename(self._copy_path, self._path)
+        self._use_copy()
         self._reader.forget()
         self._size = sum([size for _, size in places.values()])
         for finished in places.keys() - self.kept.keys():
@@ -169,10 +205,18 @@ class CarriedFile:
         self._live = sum([size for _, size in places.values()])
 
     def remove(self) -> None:
+        """Remove the file until there are messages again."""
         self._reader.forget()
         self._files.unlink(self._path)
         self.kept.clear()
         self._size = self._live = 0
+
+    def discard(self) -> None:
+        """The channel was deleted: remove the file for good."""
+        with self._naming:
+            self._is_discarded = True
+        self._files.unlink(self._copy_path)
+        self.remove()
 
 
 class CarriedInMemory:
@@ -205,5 +249,5 @@ class CarriedInMemory:
         for sequence in finished:
             self._hold(-self.kept.pop(sequence).size)
 
-    def remove(self) -> None:
+    def discard(self) -> None:
         self.drop([*self.kept])

@@ -235,7 +235,7 @@ class Files:
         try:
             with self.opened(path) as fd:
                 size = self.size(fd)
-                self._append(fd, content, size)
+                self._append(path, fd, content, size)
             with self._lock:
                 self._mark_file(path, size)
                 if size > max(_SMALL, _MAX_VERSIONS * len(content)):
@@ -244,12 +244,13 @@ class Files:
             with self._lock:
                 self._appending.discard(path)
 
-    def _append(self, fd: int, content: bytes, size: int) -> None:
+    def _append(self, path: Path, fd: int, content: bytes, size: int) -> None:
         try:
             self.write(fd, [content], size)
         except OSError:
             with suppress(OSError):
-                self.truncate(fd, size)
+                # A new file goes: an empty one would look damaged at the next start.
+                self.truncate(fd, size) if size else self.unlink(path)
             raise
 
     # names

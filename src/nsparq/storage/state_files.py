@@ -205,6 +205,8 @@ class StateFile:
         self._path = path
         self._writing = Lock()
         self._version = 0
+        self.written_version = 0
+        """The state on disk; 0 for one of an earlier run."""
 
     def next_version(self) -> int:
         with self._writing:
@@ -218,6 +220,7 @@ class StateFile:
             if version != self._version:
                 return False
             self._files.add_version(self._path, content)
+            self.written_version = version
         if sync:
             # Outside the lock: the event loop may wait for it.
             self._files.sync_file(self._path)

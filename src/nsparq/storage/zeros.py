@@ -1,4 +1,5 @@
-"""The zeros that a busy segment is prepared with: see storage.batch. A primary does not send them."""
+"""The zeros that a busy segment is prepared with: see storage.batch. A primary does not send
+them."""
 
 from __future__ import annotations
 
