@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nsparq.archive.store import Store, StoredObject
-from nsparq.broker.broker import Broker
+from nsparq.broker.broker import Broker, run_inline
 from nsparq.errors import ArchiveUnavailable
 from nsparq.server.archiving import Archiving
 from nsparq.storage.disk_log import DiskLog
@@ -37,6 +37,25 @@ class Inline(Executor):
         except Exception as error:
             future.set_exception(error)
         return future
+
+
+class Held(Executor):
+    """Keeps work until the test runs it."""
+
+    def __init__(self) -> None:
+        self._works: list[Callable[[], None]] = []
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._works.append(lambda: future.set_result(work(*args, **kwargs)))
+        return future
+
+    def run(self) -> int:
+        """Run the works so far. Gives their number."""
+        works, self._works = self._works, []
+        for work in works:
+            work()
+        return len(works)
 
 
 class FaultyStore(Store):
@@ -98,8 +117,16 @@ class FaultyStore(Store):
 
 
 class ArchiveRig(Rig):
-    def __init__(self, data_path: Path, *, store: FaultyStore, **flags: Any) -> None:
+    def __init__(
+        self,
+        data_path: Path,
+        *,
+        store: FaultyStore,
+        uploader: Executor | None = None,
+        **flags: Any,
+    ) -> None:
         self.store = store
+        self._uploader = uploader or Inline()
         self.archiving: Archiving
         data_path.mkdir(exist_ok=True)
         settings: dict[str, Any] = {"max_bytes_per_file": 1000, "mem_queue_size": 1, "archive": store.url}
@@ -111,7 +138,7 @@ class ArchiveRig(Rig):
             store=self.store,
             files=self.files,
             fetchers=Inline(),
-            uploader=Inline(),
+            uploader=self._uploader,
             call_soon=lambda work: work(),
         )
         self.broker = Broker(
@@ -121,6 +148,7 @@ class ArchiveRig(Rig):
             monotonic_ns=self.clock,
             wake=self._wake,
             archive=self.archiving,
+            background=self.background or run_inline,
         )
         self.archiving.open(self.broker)
         self.broker.open()

@@ -3,7 +3,9 @@ away."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
 
@@ -13,6 +15,8 @@ from crc32c import crc32c
 from nsparq.archive.cache import CachedSource, SegmentCache
 from nsparq.archive.store import PART_SIZE
 from nsparq.errors import ArchiveUnavailable
+from nsparq.storage.files import Files
+from nsparq.storage.log_range import FileReader
 from nsparq.storage.manifest import SegmentEntry, segment_key
 from tests.archive.rig import FaultyStore
 
@@ -80,6 +84,62 @@ def test_the_least_recently_used_copy_goes_first_and_stays_readable_while_it_is_
     cache.fetch(PLACE, put(store, 4, b"z" * 300))
     assert reader.read(1, 0) == b"x"
     assert len([*cache.directory.iterdir()]) == 1
+
+
+class Hooked(Files):
+    """Calls a function before a file is removed."""
+
+    def __init__(self, before: Callable[[Path], None]) -> None:
+        super().__init__()
+        self._before = before
+
+    def unlink(self, path: Path) -> None:
+        self._before(path)
+        super().unlink(path)
+
+
+def test_a_copy_that_cannot_be_removed_holds_up_nobody(
+    cache: SegmentCache,
+    store: FaultyStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = put(store, 1), put(store, 2, b"y" * 200)
+    cache.fetch(PLACE, first)
+    waiting: list[Future[FileReader]] = []
+    read = store.read
+
+    def note_fetch(key: str, start: int, length: int) -> memoryview:
+        waiting.extend(cache._fetching.values())
+        return read(key, start, length)
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(store, "read", note_fetch)
+    monkeypatch.setattr(cache, "_own_files", Hooked(refuse))
+    found = cache.fetch(PLACE, second)
+    assert found.read(1, 0) == b"y"
+    assert [one.result(timeout=0) for one in waiting] == [found]
+    assert "cannot remove" in caplog.text and cache.path(PLACE, first).name in caplog.text
+
+
+def test_a_copy_that_is_fetched_again_while_it_is_evicted_stays(
+    cache: SegmentCache, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, large = put(store, 1), put(store, 2), put(store, 3, b"z" * 240)
+    cache.fetch(PLACE, first)
+    cache.fetch(PLACE, second)
+
+    def fetch_again(path: Path) -> None:
+        if path == cache.path(PLACE, first):
+            cache.fetch(PLACE, second)
+
+    monkeypatch.setattr(cache, "_own_files", Hooked(fetch_again))
+    cache.fetch(PLACE, large)
+    assert [*cache.directory.iterdir()] == [cache.path(PLACE, second)]
+    assert cache.cached(cache.path(PLACE, second)) is not None
+    assert cache.size_bytes == 100
 
 
 def test_a_start_removes_old_copies_and_nothing_else(cache: SegmentCache, store: FaultyStore) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nsparq.archive.topic_archive import REPLACED_S, UNKNOWN_S
+from nsparq.archive.store import StoredObject
+from nsparq.archive.topic_archive import REPLACED_S, UNKNOWN_S, TopicArchive, latest_manifest
 from nsparq.broker.stats import broker_stats
 from nsparq.errors import StartError
+from nsparq.storage.manifest import Manifest
 from nsparq.storage.raw_batch import iter_batches
 from nsparq.storage.segment_list import ARCHIVE_FILE, READ_AHEAD
-from tests.archive.rig import ArchiveRig, FaultyStore, Killed, numbers
-from tests.broker.rig import FakeClient, Rig
+from tests.archive.rig import ArchiveRig, FaultyStore, Held, Killed, numbers
+from tests.broker.rig import FakeClient, Later, Rig
 
 
 @pytest.fixture
@@ -158,6 +162,137 @@ def test_what_the_store_has_is_not_sent_again(rig: ArchiveRig) -> None:
     assert rig.store.calls.count("put") == sent
 
 
+# uploads that end late
+
+MOMENTS = ("before it begins", "while the store answers", "while its manifest is synced")
+
+
+def upload_with(
+    rig: ArchiveRig, uploads: Held, monkeypatch: pytest.MonkeyPatch, moment: str, act: Callable[[], None]
+) -> None:
+    """Run the upload that waits, and do something else meanwhile."""
+    acts = [act]
+
+    def now() -> None:
+        if acts:
+            acts.pop()()
+
+    store_list, sync = rig.store.list, rig.files.sync
+
+    def list_slowly(prefix: str, after: str | None = None) -> Iterator[StoredObject]:
+        found = store_list(prefix, after)
+        if rig.objects(".json"):
+            now()
+        return found
+
+    def sync_slowly(fd: int) -> None:
+        if rig.files._paths[fd].endswith(ARCHIVE_FILE + ".tmp"):
+            now()
+        sync(fd)
+
+    with monkeypatch.context() as patch:
+        if moment == MOMENTS[0]:
+            now()
+        elif moment == MOMENTS[1]:
+            patch.setattr(rig.store, "list", list_slowly)
+        else:
+            patch.setattr(rig.files, "sync", sync_slowly)
+        assert uploads.run() == 1
+    assert not acts
+
+
+@pytest.fixture
+def uploads() -> Held:
+    return Held()
+
+
+@pytest.fixture
+def late(tmp_path: Path, store: FaultyStore, uploads: Held) -> ArchiveRig:
+    """A rig whose uploads run when the test asks for it."""
+    return ArchiveRig(tmp_path / "data", store=store, archive_local_bytes=1, uploader=uploads)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_upload_of_a_deleted_topic_leaves_its_successor_alone(
+    late: ArchiveRig, uploads: Held, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    late.channel()
+    late.fill(30)
+
+    def replace_topic() -> None:
+        late.broker.delete_topic("t")
+        late.channel()
+
+    upload_with(late, uploads, monkeypatch, moment, replace_topic)
+    assert late.names("*.json*") == ["topic.json"]
+    late.fill(30, start=30)
+    while uploads.run():
+        late.settle()
+    assert any(late.topic().incarnation in key for key in late.objects(".log"))
+    assert late.local_bytes() == late.log.segments[-1].size
+    assert consume(late, 30) == [*range(30, 60)]
+    late.crash()
+    assert late.log.corrupt_messages == 0
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_upload_that_outlasts_nsqd_leaves_the_manifest_alone(
+    late: ArchiveRig, uploads: Held, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    late.channel()
+    late.fill(50)
+    uploads.run()
+    path = late.topic_directory() / ARCHIVE_FILE
+    late.settle()
+    before = path.read_bytes()
+    upload_with(late, uploads, monkeypatch, moment, late.archiving.stop)
+    assert path.read_bytes() == before
+
+
+def test_an_upload_that_outlasts_nsqd_does_not_take_the_archive_from_the_next_run(
+    late: ArchiveRig, uploads: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late.channel()
+    late.fill(30)
+    put_new = late.store.put_new
+
+    def put_late(key: str, data: bytes) -> bool:
+        monkeypatch.setattr(late.store, "put_new", put_new)
+        late.archiving.stop()
+        own = TopicArchive(late.store, Manifest.decode(data), writer="")
+        following = TopicArchive(late.store, replace(own.manifest, number=0, segments=()), writer="next run")
+        following.commit([])
+        return put_new(key, data)
+
+    monkeypatch.setattr(late.store, "put_new", put_late)
+    uploads.run()
+    topic = late.topic()
+    assert latest_manifest(late.store, "t", topic.incarnation).writer == "next run"
+
+
+def test_a_local_manifest_of_another_topic_is_not_used(late: ArchiveRig, uploads: Held) -> None:
+    late.channel()
+    incarnation = late.topic().incarnation
+    other = Manifest(topic="t", incarnation="0" * 32, number=7)
+    (late.topic_directory() / ARCHIVE_FILE).write_bytes(other.encode())
+    late.fill(30)
+    while uploads.run():
+        late.settle()
+    assert late.objects(".log") and all(incarnation in key for key in late.objects())
+
+
+def test_a_deleted_topic_is_forgotten_though_its_upload_ends_later(late: ArchiveRig, uploads: Held) -> None:
+    late.channel()
+    late.fill(30)
+    while uploads.run():
+        late.settle()
+    late.clock.advance(REPLACED_S)
+    late.settle()
+    late.broker.delete_topic("t")
+    assert uploads.run() == 1
+    assert late.archiving._collect_at == {}
+
+
 # reading back
 
 
@@ -245,6 +380,125 @@ def test_the_next_segments_are_fetched_ahead(rig: ArchiveRig) -> None:
     client = rig.subscribe(rdy=1)
     assert numbers(client.take_bodies()) == [0]
     assert rig.store.calls.count("read") == 1 + READ_AHEAD
+
+
+# carrying over
+
+
+class Disk(Later):
+    """The threads for the disk. Work runs at once."""
+
+    is_working = False
+
+    def __call__(self, work: Callable[[], None], then: Callable[[], None]) -> None:
+        self.is_working = True
+        try:
+            work()
+        finally:
+            self.is_working = False
+        then()
+
+
+def with_stuck_message(
+    tmp_path: Path, store: FaultyStore, *, held: int = 1, **more: Any
+) -> tuple[ArchiveRig, FakeClient]:
+    """A rig with a client that holds on to the first messages, whose segment is only in the
+    archive. All others are finished, and the last ones are in segments on disk."""
+    flags = {"archive_local_bytes": 20_000, "max_bytes_per_file": 2000, "archive_cache_bytes": 1}
+    rig = ArchiveRig(tmp_path / "data", store=store, msg_timeout=900.0, **flags, **more)
+    rig.channel()
+    for number in range(400):
+        rig.publish("t", b"%d" % number + b"." * 20)
+        if number % 50 == 0:
+            rig.settle(1)
+    client, other = rig.subscribe(rdy=held), rig.subscribe(rdy=0)
+    rig.settle(10)
+    assert not rig.log.segments[0].is_local and rig.log.segments[-5].is_local
+    assert numbers(message.body for message in client.messages) == [*range(held)]
+    rig.ready(other, 1000)
+    while taken := other.take():
+        rig.finish(other, *taken)
+        rig.turn()
+    rig.disconnect(other)
+    return rig, client
+
+
+def carried(rig: ArchiveRig) -> int:
+    return len(rig.channel().carried_over.store.kept)
+
+
+def test_messages_are_carried_over_from_the_archive_without_a_thread_for_the_disk(
+    tmp_path: Path, store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk()
+    rig, client = with_stuck_message(tmp_path, store, background=disk)
+    read, readers = store.read, []
+
+    def note_reader(key: str, start: int, length: int) -> memoryview:
+        readers.append(disk.is_working)
+        return read(key, start, length)
+
+    monkeypatch.setattr(store, "read", note_reader)
+    rig.settle(20)
+    assert carried(rig) == 1
+    assert {*readers} == {False}
+    assert rig.channel().low() == rig.log.end
+    (stuck,) = client.messages
+    rig.requeue(client, stuck)
+    rig.turn()
+    assert numbers(message.body for message in client.messages) == [0, 0]
+
+
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_a_message_that_a_redrive_brought_back_is_carried_over_from_the_archive(
+    tmp_path: Path, store: FaultyStore, has_copy: bool
+) -> None:
+    rig, _ = with_stuck_message(tmp_path, store)
+    first = rig.log.segments[0]
+    rig.channel().carried_over.before = first.end
+    if has_copy:
+        assert first.entry is not None
+        rig.archiving.source_of("t", rig.topic().incarnation).fetch(first.entry)
+    rig.settle(20)
+    assert carried(rig) == 1
+    assert rig.channel().low() == rig.log.end
+
+
+def test_a_store_that_is_away_keeps_messages_from_being_carried_over_and_nobody_from_publishing(
+    tmp_path: Path, store: FaultyStore
+) -> None:
+    rig, _ = with_stuck_message(tmp_path, store)
+    store.is_away = True
+    rig.settle(20)
+    stats = broker_stats(rig.broker)
+    assert stats["health"] == "OK"
+    assert stats["warnings"] == ["t:c: cannot carry messages over: the store is away"]
+    assert carried(rig) == 0
+    store.is_away = False
+    rig.settle(60)
+    assert broker_stats(rig.broker)["warnings"] == []
+    assert carried(rig) == 1
+
+
+def test_one_thread_at_a_time_waits_for_a_message_that_is_to_be_carried_over(
+    tmp_path: Path, store: FaultyStore
+) -> None:
+    rig, _ = with_stuck_message(tmp_path, store)
+    fetches = rig.archiving._fetchers = Held()
+    rig.settle(20)
+    rig.topic().delete_channel("c")
+    assert fetches.run() == 1
+    assert broker_stats(rig.broker)["warnings"] == []
+
+
+def test_a_segment_with_many_unfinished_messages_is_not_fetched_to_carry_them_over(
+    tmp_path: Path, store: FaultyStore
+) -> None:
+    rig, _ = with_stuck_message(tmp_path, store, held=20)
+    store.calls.clear()
+    rig.settle(20)
+    assert "read" not in store.calls
+    assert carried(rig) == 0
 
 
 # restarts
@@ -348,8 +602,6 @@ def test_the_first_nsqd_notices_that_it_was_replaced(tmp_path: Path, rig: Archiv
     archive = old_archiving._archives[old.topics["t"]]
     other = ArchiveRig(tmp_path / "other", store=rig.store)
     taken = other.archiving
-    from nsparq.archive.topic_archive import TopicArchive
-
     second = TopicArchive(rig.store, archive.manifest, writer="second")
     second.commit([], [])
     assert taken is not None and len(rig.objects(".json")) == len(before) + 1
@@ -392,6 +644,18 @@ def test_an_empty_data_path_gets_everything_back_that_is_archived(
     assert consume(new, 20, "behind") == [*range(100, 120)]
     new.crash()
     assert new.topic().positions().messages == archived + 20
+
+
+def test_a_new_topic_misses_nothing_though_its_predecessor_was_restored(
+    tmp_path: Path, rig: ArchiveRig
+) -> None:
+    rig.channel()
+    rig.fill(40)
+    rig.drop()
+    new = ArchiveRig(tmp_path / "new", store=rig.store, restore=True, clock=rig.clock)
+    new.broker.delete_topic("t")
+    new.channel()
+    assert broker_stats(new.broker)["topics"][0]["archive"]["missing_after_ns"] is None
 
 
 def test_a_restore_that_is_killed_begins_again(tmp_path: Path, rig: ArchiveRig) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from threading import Lock
+from threading import Lock, RLock
 from typing import Final
 
 from crc32c import crc32c
@@ -67,6 +67,9 @@ class SegmentCache:
         """For writing. Not those of the data path: the cache is not replicated."""
         self._submit = submit
         self._clock = clock
+        self._naming = RLock()
+        """Held while a copy gets its name, and while an evicted one loses it. Taken before
+        `_lock`."""
         self._lock = Lock()
         self._copies: OrderedDict[str, tuple[FileReader, int]] = OrderedDict()
         """By name: the open copy and its size. The least recently used comes first."""
@@ -123,8 +126,8 @@ class SegmentCache:
                 self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
             mine.set_exception(error)
             raise
-        self._keep(path, reader, entry.size)
         mine.set_result(reader)
+        self._evict()
         return reader
 
     def prefetch(self, place: str, entry: SegmentEntry) -> None:
@@ -165,8 +168,11 @@ class SegmentCache:
             if not is_same:
                 # Each batch has its own checksum. Readers skip and count those that are damaged.
                 logger.error("archive: %s is damaged; messages that are still whole are delivered", key)
-            self._own_files.rename(temporary, path)
-            return FileReader(self._files, path)
+            with self._naming:
+                self._own_files.rename(temporary, path)
+                reader = FileReader(self._files, path)
+                self._keep(path.name, reader, entry.size)
+            return reader
         except BaseException:
             self._own_files.unlink(temporary)
             raise
@@ -184,22 +190,32 @@ class SegmentCache:
                 crc = crc32c(part, crc)
         return crc
 
-    def _keep(self, path: Path, reader: FileReader, size: int) -> None:
-        gone: list[str] = []
+    def _keep(self, name: str, reader: FileReader, size: int) -> None:
         with self._lock:
-            del self._fetching[path.name]
+            del self._fetching[name]
             self.error = ""
             self._backoff_s, self._retry_at = FIRST_BACKOFF_S, 0.0
             self.fetched_segments += 1
             self.fetched_bytes += size
-            self._copies[path.name] = (reader, size)
+            self._copies[name] = (reader, size)
             self.size_bytes += size
+
+    def _evict(self) -> None:
+        """Remove the least recently used copies beyond the limit."""
+        gone: list[str] = []
+        with self._lock:
             while self.size_bytes > self._limit and len(self._copies) > 1:
                 name, (_, old_size) = self._copies.popitem(last=False)
                 self.size_bytes -= old_size
                 gone.append(name)
         for name in gone:
-            self._own_files.unlink(self.directory / name)
+            with self._naming:
+                if name in self._copies:
+                    continue  # fetched again meanwhile
+                try:
+                    self._own_files.unlink(self.directory / name)
+                except OSError as error:
+                    logger.warning("archive: cannot remove %s: %s", self.directory / name, error)
 
 
 class CachedSource:

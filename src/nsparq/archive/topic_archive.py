@@ -158,11 +158,15 @@ class TopicArchive:
         gaps: Sequence[tuple[int, int]] = (),
         channels: Mapping[str, int] | None = None,
         settings: Mapping[str, Any] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> Manifest:
-        """Commit a manifest with these changes. Raises Replaced."""
+        """Commit a manifest with these changes. Raises Replaced, or what `check` raises if nothing
+        may be committed any more."""
         for _ in range(_COMMIT_ATTEMPTS):
             if not self.is_owner:
                 self.refresh()
+            # After refresh(): if it has found a manifest of the next run, this one is over already.
+            check()
             wanted = replace(
                 self.manifest.changed(add, drop),
                 number=self.manifest.number + 1,

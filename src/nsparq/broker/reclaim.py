@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from nsparq.broker.carried_over import CarryJob
+from nsparq.broker.carried_over import MAX_SHARE, CarryJob
+from nsparq.errors import ArchiveUnavailable
+from nsparq.storage.log_range import FileReader
 from nsparq.storage.segment import Segment
 
 if TYPE_CHECKING:
@@ -31,34 +37,93 @@ def reclaim(topic: Topic, age_ns: int) -> list[Segment]:
     passed = [segment for segment in sealed if segment.end <= cursor and segment.is_local]
     pinned = passed[:-PINNED_SEGMENTS]
     for channel in topic.channels.values():
-        try:
-            job = channel.carried_over.drop_finished() or channel.carried_over.begin(pinned)
-        except OSError as error:
-            _note_carry(channel, error)
-        else:
-            _do_carry(channel, job)
+        _carry(channel, partial(_begin, channel, sealed, pinned))
     return topic.log.trim(topic.low(), age_ns / 1e9)
 
 
-def _do_carry(channel: Channel, job: CarryJob | None) -> None:
-    broker = channel.topic.broker
-    if job is None:
-        if not channel.carried_over.is_running:
-            # Messages that could not be carried over before have been finished since.
-            broker.health.set(None, f"carry {channel}")
-        return
+class _Fetch(NamedTuple):
+    """A segment that has to come from the archive, before its messages can be carried over."""
 
+    segment: Segment
+    reader: FileReader
+
+
+def _carry(channel: Channel, begin: Callable[[], CarryJob | _Fetch | None]) -> None:
+    """Start what is to be done now with the carried-over messages."""
+    try:
+        step = channel.carried_over.drop_finished() or begin()
+    except OSError as error:
+        _note_carry(channel, error)
+        return
+    if isinstance(step, _Fetch):
+        _fetch(channel, step)
+    elif step is not None:
+        _run(channel, step)
+    elif not channel.carried_over.is_running:
+        # Messages that could not be carried over before have been finished since.
+        _show(channel, None)
+
+
+def _begin(channel: Channel, sealed: list[Segment], pinned: list[Segment]) -> CarryJob | _Fetch | None:
+    """Messages that are only in the archive come first, one segment at a time."""
+    carried, log = channel.carried_over, channel.topic.log
+    if not pinned or sealed[0].is_local or carried.is_running:
+        return carried.begin(pinned)
+    waiting = sorted(carried.only_in_log())
+    number, passed = bisect_left(waiting, log.start), []
+    while number < len(waiting) and waiting[number] < pinned[0].base:
+        segment = sealed[bisect_right(sealed, waiting[number], key=attrgetter("end"))]
+        below = bisect_left(waiting, segment.end)
+        if (below - number) * MAX_SHARE > segment.end - segment.base:
+            return None
+        reader = log.locate(waiting[number], 1).reader
+        if reader is not None and reader.is_remote:
+            return _Fetch(segment, reader)
+        if segment.end > carried.before:
+            return carried.begin([segment])
+        # A redrive brought them back, or they are lost to damage and cannot be carried over.
+        passed.append(segment)
+        number = below
+    return carried.begin([*passed, *pinned])
+
+
+def _fetch(channel: Channel, fetch: _Fetch) -> None:
+    """Threads for the disk must not wait for the archive. The others must not write to the data
+    path, because a stop does not wait for them."""
+    broker, carried = channel.topic.broker, channel.carried_over
+    carried.is_running = True
+
+    def fetched(error: OSError | None) -> None:
+        carried.is_running = False
+        if channel.is_exiting:
+            return
+        if error is not None:
+            _note_carry(channel, error)
+        else:
+            _carry(channel, partial(carried.begin, [fetch.segment]))
+
+    assert broker.archive is not None
+    broker.try_in_background(lambda: fetch.reader.read(0, 0), fetched, broker.archive.in_background)
+
+
+def _run(channel: Channel, job: CarryJob) -> None:
     def done() -> None:
         channel.carried_over.end(job)
         if not channel.is_exiting:
             _note_carry(channel, job.error)
 
-    broker.in_background(job.run, done)
+    channel.topic.broker.in_background(job.run, done)
 
 
 def _note_carry(channel: Channel, error: OSError | None) -> None:
-    broker = channel.topic.broker
-    text = None if error is None else f"{channel}: cannot carry messages over: {error}"
-    broker.health.set(text, f"carry {channel}")
+    _show(channel, error)
     # There may be more, or this has to be tried again.
-    broker.upkeep.note_changed(channel.topic)
+    channel.topic.broker.upkeep.note_changed(channel.topic)
+
+
+def _show(channel: Channel, error: OSError | None) -> None:
+    health, source = channel.topic.broker.health, f"carry {channel}"
+    text = None if error is None else f"{channel}: cannot carry messages over: {error}"
+    is_away = isinstance(error, ArchiveUnavailable)
+    health.set(None if is_away else text, source)
+    health.warn(text if is_away else None, source)

@@ -62,7 +62,7 @@ class Transactions:
     """All transactions of a broker.
 
     The caller writes promises and reads chunks in a thread, because both may take long. It runs
-    one commit, prepare or abort at a time for each producer.
+    one commit, prepare, abort or disown at a time for each producer.
     """
 
     def __init__(self, broker: Broker) -> None:

@@ -109,7 +109,8 @@ class Upkeep:
         self._next_checkpoint_ns.pop(channel, None)
         for work in ("read", "checkpoint", "carry", "dead letters"):
             self._broker.health.set(None, f"{work} {channel}")
-        self._broker.health.warn(None, f"archive {channel}")
+        for work in ("archive", "carry"):
+            self._broker.health.warn(None, f"{work} {channel}")
 
     # the round
 

@@ -11,18 +11,19 @@ import logging
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from nsparq.archive.cache import CachedSource, SegmentCache
 from nsparq.archive.restore import Restored, restore
 from nsparq.archive.store import Store
 from nsparq.archive.topic_archive import Pace, Replaced, Sealed, TopicArchive, latest_manifest
-from nsparq.errors import StartError
+from nsparq.errors import ArchiveUnavailable, StartError
 from nsparq.storage.disk_log import DiskLog
 from nsparq.storage.files import Files, Work
 from nsparq.storage.manifest import BadManifest, Manifest, SegmentEntry, place_of
@@ -63,6 +64,20 @@ class Upload:
     """The present time, if unknown objects are to be removed."""
     manifest: Manifest | None = None
     error: Exception | None = None
+    _naming: Lock = field(default_factory=Lock)
+    """Held while the local manifest is opened or renamed; never while the disk syncs, because the
+    event loop may wait for it."""
+    _is_over: bool = False
+
+    def end(self) -> None:
+        """The topic was deleted, or nsqd stops. The directory may be another topic's or another
+        run's from now on, so the thread must commit nothing more and leave the files alone."""
+        with self._naming:
+            self._is_over = True
+
+    def _check(self) -> None:
+        if self._is_over:
+            raise ArchiveUnavailable("the topic was deleted, or nsqd stops")
 
     def run(self) -> None:
         try:
@@ -72,9 +87,14 @@ class Upload:
             claims = self.collects_at_s is not None and not self.archive.is_owner
             if entries or self.expired or claims:
                 manifest = self.archive.commit(
-                    entries, self.expired, gaps=self.gaps, channels=self.channels, settings=self.settings
+                    entries,
+                    self.expired,
+                    gaps=self.gaps,
+                    channels=self.channels,
+                    settings=self.settings,
+                    check=self._check,
                 )
-                self.files.replace(self.path, manifest.encode(), sync=True)
+                self._write(manifest.encode())
                 self.manifest = manifest
             if self.collects_at_s is not None:
                 self.archive.collect(self.collects_at_s)
@@ -82,6 +102,21 @@ class Upload:
             if not isinstance(error, OSError | Replaced):
                 logger.exception("archive: internal error")
             self.error = error
+
+    def _write(self, content: bytes) -> None:
+        """Replace the local manifest. Raises OSError."""
+        files, temporary = self.files, self.path.with_name(self.path.name + ".tmp")
+        with ExitStack() as stack:
+            with self._naming:
+                self._check()
+                fd = stack.enter_context(files.opened(temporary))
+                files.truncate(fd, 0)
+                files.write(fd, [content], 0)
+            files.sync(fd)
+        with self._naming:
+            self._check()
+            files.rename(temporary, self.path)
+        files.sync_names(self.path.parent)
 
 
 class Archiving:
@@ -123,7 +158,7 @@ class Archiving:
         self._archives: dict[Topic, TopicArchive] = {}
         self._waiting: dict[Topic, None] = {}
         """Topics with something to send, in the order of their turns."""
-        self._running: Topic | None = None
+        self._running: Upload | None = None
         self._collect_at: dict[Topic, float] = {}
         self._retry_at = 0.0
         self._backoff_s = FIRST_BACKOFF_S
@@ -157,6 +192,8 @@ class Archiving:
         """Send nothing more. A call to the store in progress ends by itself, within half a
         minute."""
         self._is_stopping = True
+        if self._running is not None:
+            self._running.end()
         self._pace.stopped.set()
         self._uploader.shutdown(wait=False, cancel_futures=True)
         self._fetchers.shutdown(wait=False, cancel_futures=True)
@@ -173,6 +210,9 @@ class Archiving:
         return latest_manifest(self.store, topic, incarnation)
 
     def forget(self, topic: Topic) -> None:
+        if self._running is not None and self._running.archive is self._archives.get(topic):
+            self._running.end()
+        self.restored.pop(topic.name, None)
         for known in (self._archives, self._waiting, self._collect_at):
             known.pop(topic, None)
         self._broker.health.warn(None, f"archive {topic}")
@@ -217,7 +257,7 @@ class Archiving:
                 # Out of descriptors, or the disk fails.
                 self._broker.health.warn(f"{topic}: cannot be archived: {error}", f"archive {topic}")
                 continue
-            self._running = topic
+            self._running = upload
             self._run(self._uploader, upload.run, partial(self._done, topic, upload))
             return
 
@@ -254,12 +294,13 @@ class Archiving:
         )
 
     def _read_local(self, topic: Topic, path: Path) -> Manifest:
-        """What the log knows of its archive. If the file is missing or damaged, nothing: the first
-        commit reads the archive's own manifest."""
+        """What the log knows of its archive. If the file is missing, damaged or about another log,
+        nothing: the first commit reads the archive's own manifest."""
         raw = self._broker.files.read_whole(path)
         with suppress(BadManifest):
-            if raw is not None:
-                return Manifest.decode(raw)
+            found = None if raw is None else Manifest.decode(raw)
+            if found is not None and found.incarnation == topic.incarnation:
+                return found
         return Manifest(topic=topic.name, incarnation=topic.incarnation)
 
     def _done(self, topic: Topic, upload: Upload) -> None:
@@ -274,7 +315,7 @@ class Archiving:
         else:
             log.segments.expired = upload.expired + log.segments.expired
         error, self.error = upload.error, ""
-        if topic.is_exiting:
+        if topic.is_exiting or self._is_stopping:
             error = None
         if error is not None:
             self.error = str(error)
@@ -283,7 +324,7 @@ class Archiving:
             self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
         else:
             self._backoff_s = FIRST_BACKOFF_S
-            if upload.collects_at_s is not None:
+            if upload.collects_at_s is not None and not topic.is_exiting:
                 self._collect_at[topic] = now_s + self._options.archive_collect_interval
         if not topic.is_exiting:
             text = None if error is None else f"{topic}: cannot be archived: {error}"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
 from nsparq.broker.transaction import (
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from nsparq.server.daemon import Nsqd
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RETRY_S: Final = 1.0
 """Time before a commit that a disk error stopped is tried again."""
@@ -56,9 +58,13 @@ class Committer:
         """Finish commits that a crash or a disk error has interrupted. Runs until cancelled."""
         while True:
             for transaction in self._transactions.unfinished():
-                # The log and /ping report the error, or the transaction waits for an operator.
-                with suppress(ApiError):
+                try:
                     await self.commit(transaction.producer.name, transaction.sequence)
+                except ApiError:
+                    pass  # the log and /ping report it, or the transaction waits for an operator
+                except Exception:
+                    # It must not stop the others, and not the next round.
+                    logger.exception("%s: internal error", transaction)
             await asyncio.sleep(RETRY_S)
 
     async def prepare(
@@ -120,6 +126,13 @@ class Committer:
             with transaction_errors(f"transaction {producer}/{sequence}"):
                 self._transactions.abort(producer, sequence)
 
+    async def disown(self, producer: str) -> None:
+        """Let the next identity that uses the producer's name own it."""
+        # With the lock, so that no thread writes the owner at the same time.
+        async with self._lock(producer):
+            with transaction_errors(f"producer {producer}: cannot remove its owner"):
+                self._transactions.disown(producer)
+
     def _lock(self, producer: str) -> asyncio.Lock:
         """One change at a time for each producer."""
         lock = self._locks.get(producer)
@@ -148,7 +161,24 @@ class Committer:
     async def _write_promise(self, transaction: Transaction) -> None:
         sync = transaction.is_synchronous
         with transaction_errors(str(transaction)):
-            await self._nsqd.in_disk_thread(lambda: transaction.write_promise(sync=sync))
+            await self._write(lambda: transaction.write_promise(sync=sync))
+
+    async def _write(self, work: Callable[[], T]) -> T:
+        """Write files of a producer in a thread. If the task is cancelled meanwhile, because the
+        client disconnects or nsqd stops, it goes on until the thread has ended: otherwise the next
+        request would get the producer's lock, and the late thread would undo what that writes."""
+        thread = asyncio.ensure_future(self._nsqd.in_disk_thread(work))
+        is_cancelled = False
+        while not thread.done():
+            try:
+                await asyncio.wait([thread])
+            except asyncio.CancelledError:
+                is_cancelled = True
+        task = asyncio.current_task()
+        if is_cancelled and task is not None:
+            # The task ends where it waits next.
+            task.cancel()
+        return thread.result()
 
     async def _finish_earlier(self, producer: str, sequence: int) -> None:
         """Finish an older commit of the producer that is still under way."""
@@ -194,7 +224,7 @@ class Committer:
             longest_s = nsqd.options.transaction_retention
             limit_s = longest_s if remember_s is None else min(remember_s, longest_s)
             sync = transaction.is_synchronous
-            committed = await nsqd.in_disk_thread(
+            committed = await self._write(
                 lambda: transactions.write_committed(transaction, sync=sync, remember_s=limit_s)
             )
         except Damaged as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Final
 
 from nsparq.broker.transaction import UNKNOWN_OWNER
@@ -12,8 +11,6 @@ from nsparq.server.api.parameters import COUNT, INT, TEXT, fields, listed, obj
 
 if TYPE_CHECKING:
     from nsparq.server.daemon import Nsqd
-
-logger = logging.getLogger(__name__)
 
 IDENTIFIER: Final = {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"}
 PRODUCER: Final = Param(
@@ -50,6 +47,7 @@ def identifier_of(request: Request, parameter: str) -> str:
 class ProducersApi:
     def __init__(self, nsqd: Nsqd) -> None:
         self._transactions = nsqd.broker.transactions
+        self._committer = nsqd.committer
 
     @Endpoint(
         method="POST",
@@ -61,13 +59,8 @@ class ProducersApi:
         permission="admin",
         errors=(*PRODUCER_ERRORS, (503, "WRITE_FAILED")),
     )
-    def disown(self, request: Request) -> None:
-        producer = identifier_of(request, "producer")
-        try:
-            self._transactions.disown(producer)
-        except OSError as error:
-            logger.error("producer %s: cannot remove its owner: %s", producer, error)
-            raise ApiError(503, "WRITE_FAILED") from error
+    async def disown(self, request: Request) -> None:
+        await self._committer.disown(identifier_of(request, "producer"))
 
     @Endpoint(
         method="GET",
