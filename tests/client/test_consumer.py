@@ -1153,6 +1153,28 @@ def test_unreachable_brokers_are_tried_again_and_again() -> None:
     run(main(), timeless=True)
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b'{"a":' + b"[" * 100_000,
+        b'{"msg_timeout": 1%s}' % (b"0" * 400),
+        b'{"deflate": true, "deflate_level": 99}',
+    ],
+    ids=["nested", "msg_timeout", "deflate_level"],
+)
+def test_a_broker_that_answers_oddly_once_is_tried_again(reply: bytes) -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(reply) as nsqd:
+            config = Config(**CALM, deflate=True, handshake_timeout=1)
+            async with Consumer("t", "ch", ignore, nsqd=[nsqd.address], config=config) as consumer:
+                (await nsqd.peer()).close()
+                nsqd.identify = {}
+                await nsqd.peer(2)
+                await until(lambda: consumer.connections)
+
+    run(main())
+
+
 def test_a_broker_that_refuses_the_subscription_is_asked_less_and_less_often() -> None:
     async def main() -> None:
         async with ScriptedNsqd(sub="E_UNAUTHORIZED AUTH failed") as nsqd:

@@ -147,6 +147,53 @@ run(main())
 )
 
 
+# The lifespan of the parent holds what the parent uses, for example a pool of connections.
+LIFESPANS = (
+    PRELUDE
+    + """
+import gc
+
+parent = os.getpid()
+
+def here():
+    return "parent" if os.getpid() == parent else "child"
+
+class Lifespan:
+    def __init__(self):
+        self.owner = here()
+
+    async def __aenter__(self):
+        pass
+
+    async def __aexit__(self, *_):
+        print(self.owner, "left in", here(), flush=True)
+
+    def __del__(self):
+        print(self.owner, "dropped in", here(), flush=True)
+
+app = Subscriptions(nsqd=[address], lifespan=Lifespan, config=config)
+
+def child():
+    async def work():
+        async with app:
+            pass
+        gc.collect()
+    run(work())
+
+async def main():
+    async with app:
+        process = fork.Process(target=child)
+        process.start()
+        while process.is_alive():
+            await asyncio.sleep(0.01)
+        end([process])
+
+run(main())
+gc.collect()
+"""
+)
+
+
 def command(program: str, broker: Broker, loop: str, is_tls: bool) -> list[str]:
     # Python 3.12 warns of any fork in a process that has threads.
     options = ["-W", "error", "-W", "ignore:This process:DeprecationWarning"]
@@ -180,6 +227,21 @@ def test_clients_made_before_a_fork_work_in_parent_and_children(
             broker.wait_empty("held", "ch")
         else:
             assert bodies["parent"] == {b"1": 1, b"2": 1}
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_child_leaves_only_its_own_lifespan(loop: str) -> None:
+    with run_broker() as broker:
+        result = subprocess.run(
+            command(LIFESPANS, broker, loop, False), capture_output=True, text=True, timeout=DEADLINE
+        )
+        assert (result.stderr, result.returncode) == ("", 0)
+        assert result.stdout.splitlines() == [
+            "child left in child",
+            "child dropped in child",
+            "parent left in parent",
+            "parent dropped in parent",
+        ]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from nsparq.client import (
-    ClientError,
     Config,
     HeadersNotSupported,
+    NotConnected,
     Producer,
     PublishFailed,
     PublishTimeout,
@@ -174,8 +174,45 @@ def test_stop_does_not_wait_for_a_broker_that_is_gone() -> None:
             nsqd.peers[0].abort()
             await until(lambda: not producer.address)
             await producer.stop()
-            with pytest.raises(ClientError):
+            with pytest.raises(NotConnected):
                 await task
+
+    run(main())
+
+
+def test_after_stop_a_failure_of_the_broker_is_known() -> None:
+    async def main() -> None:
+        async with pair("E_PUB_FAILED PUB failed disk full", reconnect_delay=0.1) as (producer, nsqd):
+            task = asyncio.create_task(producer.publish("t", b"x"))
+            await until(lambda: "PUB t headers" in nsqd.commands)
+            await producer.stop()
+            with pytest.raises(PublishFailed, match="disk full"):
+                await task
+
+    run(main())
+
+
+@pytest.mark.parametrize("answer", ["E_PUB_FAILED PUB failed disk full", None])
+def test_a_failure_of_the_broker_does_not_hide_an_earlier_doubt(answer: str | None) -> None:
+    """An nsqd that got the publish is gone, or full when it is back. Another one is in use."""
+
+    async def main() -> None:
+        async with ScriptedNsqd({"headers": True}) as other, ScriptedNsqd({"headers": True}) as nsqd:
+            nsqd.publish = None
+            config = Config(**QUICK)
+            async with Producer(nsqd.address, other.address, idempotent=True, config=config) as producer:
+                task = asyncio.create_task(producer.publish("t", b"x"))
+                await until(lambda: "PUB t headers" in nsqd.commands)
+                nsqd.refuse()
+                nsqd.peers[0].abort()
+                await until(lambda: producer._returns)
+                if answer is not None:
+                    nsqd.publish = answer
+                    await nsqd.listen()
+                    await until(lambda: len(nsqd.peers) >= 3)
+                await producer.stop()
+                with pytest.raises(NotConnected):
+                    await task
 
     run(main())
 

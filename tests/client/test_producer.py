@@ -26,6 +26,7 @@ from nsparq.client.connect import producer_connection
 from tests.support.aio import run, until
 from tests.support.auth_server import AuthServer, unused_port
 from tests.support.connection import multi, with_headers
+from tests.support.polling import DEADLINE
 from tests.support.scripted_nsqd import RESPONSE, ScriptedNsqd, frame, message_frame
 
 Reply = bytes | str | None
@@ -598,6 +599,130 @@ def test_named_brokers_come_first_and_need_no_nsqlookupd() -> None:
     run(main())
 
 
+def test_a_named_broker_is_tried_before_nsqlookupd_is_asked() -> None:
+    async def main() -> None:
+        with AuthServer() as lookupd:
+            async with ScriptedNsqd() as nsqd:
+                async with Producer(nsqd.address, nsqlookupd=[lookupd.address]) as producer:
+                    await producer.publish("t", b"x")
+                    assert lookupd.queries == []
+
+    run(main())
+
+
+def test_a_named_broker_that_failed_needs_no_answer_of_nsqlookupd() -> None:
+    """An nsqlookupd that is silent for a minute does not keep producers from a restarted nsqd."""
+
+    async def main() -> None:
+        with AuthServer() as lookupd:
+            lookupd.stalled.set()
+            async with ScriptedNsqd() as nsqd:
+                async with Producer(nsqd.address, nsqlookupd=[lookupd.address]) as producer:
+                    await producer.publish("t", b"x")
+                    nsqd.peers[0].abort()
+                    await until(lambda: not producer.address)
+                    await producer.publish("t", b"y")
+                    assert (len(nsqd.peers), len(lookupd.queries)) == (2, 1)
+
+    run(main())
+
+
+@pytest.mark.parametrize("turn", [1, -1], ids=["silent first", "silent last"])
+def test_one_nsqlookupd_that_answers_is_enough(turn: int) -> None:
+    async def main() -> None:
+        with AuthServer() as silent, AuthServer() as good:
+            silent.stalled.set()
+            async with ScriptedNsqd() as nsqd:
+                good.answer({"producers": [node(nsqd)]})
+                async with Producer(nsqlookupd=[silent.address, good.address][::turn]) as producer:
+                    await producer.publish("t", b"x")
+                    assert producer.address == nsqd.address
+
+    run(main())
+
+
+def test_what_a_slow_nsqlookupd_knows_is_tried_when_the_others_do_not_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nsparq.client.connect.lookup.PATIENCE_S", 0.01)
+    monkeypatch.setattr("nsparq.client.connect.candidates.LATE_S", DEADLINE)
+
+    async def main() -> None:
+        with AuthServer() as slow, AuthServer() as good:
+            slow.stalled.set()
+            async with ScriptedNsqd("E_INVALID no") as rude, ScriptedNsqd() as nsqd:
+                good.answer({"producers": [node(rude)]})
+                slow.answer({"producers": [node(rude), node(nsqd)]})
+                async with Producer(nsqlookupd=[slow.address, good.address]) as producer:
+                    publishing = begin(producer.publish("t", b"x"))
+                    await until(lambda: rude.peers)
+                    slow.stalled.clear()
+                    await publishing
+                    assert (producer.address, len(rude.peers)) == (nsqd.address, 1)
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "from another nsqlookupd"])
+def test_a_silent_nsqlookupd_does_not_keep_a_broker_from_being_tried_again(
+    is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsparq.client.connect.lookup.PATIENCE_S", 0.01)
+    monkeypatch.setattr("nsparq.client.connect.candidates.LATE_S", 0.01)
+
+    async def main() -> None:
+        with AuthServer() as silent, AuthServer() as good:
+            silent.stalled.set()
+            async with ScriptedNsqd() as nsqd:
+                nsqd.refuse()
+                good.answer({"producers": [node(nsqd)]})
+                named = [nsqd.address] if is_named else []
+                lookups = [silent.address] if is_named else [silent.address, good.address]
+                config = Config(reconnect_delay=0.01)
+                async with Producer(*named, nsqlookupd=lookups, retry=True, config=config) as producer:
+                    publishing = begin(producer.publish("t", b"x"))
+                    await until(lambda: len(silent.queries) >= 2)
+                    await nsqd.listen()
+                    await publishing
+
+    run(main())
+
+
+def test_without_any_other_broker_a_slow_nsqlookupd_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsparq.client.connect.lookup.PATIENCE_S", 0.01)
+    monkeypatch.setattr("nsparq.client.connect.candidates.LATE_S", 0.01)
+
+    async def main() -> None:
+        with AuthServer() as slow:
+            slow.stalled.set()
+            async with ScriptedNsqd() as nsqd:
+                slow.answer({"producers": [node(nsqd)]})
+                async with Producer(nsqlookupd=[slow.address]) as producer:
+                    publishing = begin(producer.publish("t", b"x"))
+                    await until(lambda: slow.queries)
+                    await asyncio.sleep(0.05)
+                    slow.stalled.clear()
+                    await publishing
+                    assert len(slow.queries) == 1
+
+    run(main())
+
+
+def test_all_brokers_that_were_tried_are_in_the_error() -> None:
+    async def main() -> None:
+        with AuthServer() as lookupd:
+            async with ScriptedNsqd("E_INVALID no") as named, ScriptedNsqd("E_INVALID no") as found:
+                lookupd.answer({"producers": [node(named), node(found)]})
+                async with Producer(named.address, nsqlookupd=[lookupd.address]) as producer:
+                    for _ in range(2):
+                        with pytest.raises(ConnectFailed) as caught:
+                            await producer.publish("t", b"x")
+                        text = str(caught.value)
+                        assert (text.count(named.address), text.count(found.address)) == (1, 1)
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     ("status", "text"), [(500, "none of 127.0.0.1:[0-9]+ answered"), (404, "nsqlookupd knows no nsqd")]
 )
@@ -902,7 +1027,51 @@ def test_with_retry_a_stop_ends_the_retrying() -> None:
             nsqd.peers[0].abort()
             await asyncio.sleep(0.05)
             await producer.stop()
-            assert set(await outcomes(tasks)) <= {"Stopped", "NotConnected"}
+            assert await outcomes(tasks) == ["NotConnected"] * 2, "they may have been published"
+
+    run(main())
+
+
+def test_with_retry_a_publish_that_was_never_processed_raises_stopped() -> None:
+    async def main() -> None:
+        async with pair(None, retry=True, reconnect_delay=0.01) as (producer, nsqd):
+            tasks = [begin(producer.publish("t", b"x")) for _ in range(2)]
+            await sent(nsqd, 2)
+            nsqd.refuse()
+            nsqd.peers[0].send_error("E_BAD_MESSAGE PUB no")
+            nsqd.peers[0].close()
+            await until(lambda: not producer.address)
+            await producer.stop()
+            assert await outcomes(tasks) == ["PublishFailed", "Stopped"]
+
+    run(main())
+
+
+def test_with_retry_a_refusal_of_another_publish_does_not_hide_the_doubt() -> None:
+    """First the connection was lost, then a refusal of another publish closed it."""
+
+    async def main() -> None:
+        async with pair(None, retry=True, reconnect_delay=0.01) as (producer, nsqd):
+            tasks = [begin(producer.publish("t", b"x")) for _ in range(2)]
+            await sent(nsqd, 2)
+            nsqd.peers[0].abort()
+            await sent(nsqd, 4)
+            stopping = begin(producer.stop())
+            nsqd.peers[1].send_error("E_BAD_MESSAGE PUB no")
+            nsqd.peers[1].close()
+            assert await outcomes([*tasks, stopping]) == ["PublishFailed", "NotConnected", ""]
+
+    run(main())
+
+
+def test_with_retry_a_broker_without_headers_does_not_hide_the_doubt() -> None:
+    async def main() -> None:
+        async with pair(None, retry=True, identify={"headers": True}) as (producer, nsqd):
+            task = begin(producer.publish("t", b"x", headers={"k": "v"}))
+            await sent(nsqd, 1)
+            nsqd.identify = {}
+            nsqd.peers[0].abort()
+            assert await outcomes([task]) == ["NotConnected"]
 
     run(main())
 

@@ -19,7 +19,7 @@ import pytest
 from nsparq.client import Config, Message, Reject, Requeue
 from nsparq.client.subscription import DeadLetter, DecodeFailed, Subscriptions
 from nsparq.testing import Broker, FaultProxy, run_broker, run_lookupd
-from tests.support import unique_name, wait_until
+from tests.support import aio, unique_name, wait_until
 from tests.support.aio import until
 from tests.support.polling import DEADLINE
 
@@ -677,6 +677,82 @@ def test_stopping_lets_handlers_finish(app: Subscriptions, broker: Broker, topic
     asyncio.run(main())
     assert ended == [1]
     broker.wait_empty(topic, "ch")
+
+
+class Lifespan:
+    """Records how often it was entered and left."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    async def __aenter__(self) -> None:
+        self.events.append("entered")
+
+    async def __aexit__(self, *_: object) -> None:
+        self.events.append("left")
+
+
+@pytest.mark.parametrize("turns", range(1, 5))
+def test_a_stop_that_is_cancelled_leaves_nothing_open(broker: Broker, topic: str, turns: int) -> None:
+    lifespan = Lifespan()
+    app = Subscriptions(nsqd=[broker.tcp_address], lifespan=lambda: lifespan, config=QUICK)
+
+    async def main() -> None:
+        begun, threads = asyncio.Event(), []
+
+        @app.subscribe(topic, "ch", dead_letter=f"{topic}.dead")
+        async def stay(order: Order) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        @app.subscribe(topic, "other")
+        def in_thread(body: bytes) -> None:
+            threads.append(threading.current_thread())
+
+        broker.create(topic, "other")
+        broker.publish(topic, BAD)
+        await app.start()
+        await until(lambda: threads and letters(broker, topic))
+        broker.publish(topic, GOOD)
+        await asyncio.wait_for(begun.wait(), DEADLINE)
+        stopping = asyncio.create_task(app.stop())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        assert (lifespan.events, app.is_running) == (["entered", "left"], False)
+        await until(lambda: not threads[0].is_alive())
+        # The connection for dead letters.
+        await until(lambda: not broker.stats()["producers"])
+        async with app:
+            pass
+        assert lifespan.events == ["entered", "left"] * 2
+
+    aio.run(main())
+
+
+def test_a_stop_that_is_cancelled_at_the_dead_letters_leaves_the_lifespan(broker: Broker, topic: str) -> None:
+    lifespan = Lifespan()
+    app = Subscriptions(nsqd=[broker.tcp_address], lifespan=lambda: lifespan, config=QUICK)
+
+    async def main() -> None:
+        waiting = asyncio.Event()
+
+        async def wait() -> None:
+            waiting.set()
+            await asyncio.Event().wait()
+
+        app._dead_letters.stop = wait  # type: ignore[method-assign]
+        await app.start()
+        stopping = asyncio.create_task(app.stop())
+        await waiting.wait()
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        assert (lifespan.events, app.is_running) == (["entered", "left"], False)
+
+    aio.run(main())
 
 
 def test_topics_are_found_by_nsqlookupd() -> None:

@@ -12,7 +12,7 @@ from contextlib import closing
 
 import pytest
 
-from nsparq.client import Config, ConnectFailed, NotConnected, PublishFailed, PublishTimeout, Stopped
+from nsparq.client import Config, ConnectFailed, Message, NotConnected, PublishFailed, PublishTimeout, Stopped
 from nsparq.client.sync import Producer, consume
 from nsparq.testing import Broker, FaultProxy, run_broker, run_lookupd
 from tests.support import unique_name, wait_until
@@ -147,6 +147,33 @@ def test_a_lost_connection_is_an_error_and_the_next_call_connects_anew(broker: B
     assert bodies(broker, topic)[-1] == b"c"
 
 
+def test_closing_does_not_say_that_a_publish_in_doubt_was_not_published(broker: Broker) -> None:
+    """nsqd has stored it, and its answer is lost. Another thread closes the producer."""
+    topic, outcome = unique_name("sync"), []
+    config = Config(reconnect_delay=60, max_reconnect_delay=60)
+    with FaultProxy(broker.tcp_address) as proxy, Producer(proxy.address, retry=True, config=config) as it:
+        it.publish(topic, b"a")
+
+        def publish() -> None:
+            try:
+                it.publish(topic, b"b")
+            except Exception as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=publish)
+        proxy.drop("to_client")
+        thread.start()
+        wait_until(lambda: bodies(broker, topic) == [b"a", b"b"])
+        proxy.refuse()
+        proxy.reset()
+        resource = it._thread.resource
+        # It waits for a minute before it connects again.
+        wait_until(lambda: not resource.address and resource._opening is None)
+        it.close()
+        thread.join()
+    assert [type(error) for error in outcome] == [NotConnected]
+
+
 def test_a_producer_finds_a_broker_by_nsqlookupd() -> None:
     with run_lookupd() as lookupd, run_broker(lookupd_tcp_address=[lookupd.tcp_address]) as broker:
         broker.create("t")
@@ -271,6 +298,51 @@ def test_messages_out_of_attempts_go_to_the_hook_not_to_the_loop(broker: Broker)
     assert tries == 2
     assert given_up == [b"bad"]
     assert bodies(broker, f"{topic}.dead") == [b"bad"]
+
+
+@pytest.mark.parametrize("is_slow", [False, True], ids=["within its time", "not even then"])
+@pytest.mark.parametrize("leave", ["close", "raise", "idle"])
+def test_a_loop_ends_while_a_message_is_being_given_up(
+    broker: Broker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    leave: str,
+    is_slow: bool,
+) -> None:
+    """That may take longer than the end of a loop may. The message is not lost."""
+    monkeypatch.setattr("nsparq.client.sync.GRACE_S", DEADLINE if is_slow else 0.05)
+    if is_slow:
+        monkeypatch.setattr("nsparq.client.sync.STOP_S", 0.05)
+    topic = unique_name("sync")
+    broker.create(topic, "ch")
+    broker.publish(topic, b"bad")
+    begun, released = threading.Event(), threading.Event()
+
+    def give_up(message: Message) -> None:
+        begun.set()
+        released.wait(DEADLINE)
+        raise ConnectionError
+
+    config = Config(max_attempts=1, max_backoff_duration=0)
+    messages = consume(
+        topic, "ch", nsqd=[broker.tcp_address], on_give_up=give_up, idle_timeout=1, config=config
+    )
+    next(messages).requeue(0)
+    assert begun.wait(DEADLINE)
+    try:
+        if leave == "close":
+            messages.close()
+        elif leave == "raise":
+            with pytest.raises(ZeroDivisionError):
+                messages.throw(ZeroDivisionError())
+        else:
+            assert next(messages, None) is None
+    finally:
+        released.set()
+    assert ("nsq-consumer did not stop within" in caplog.text) is is_slow
+    wait_until(lambda: not client_threads())
+    wait_until(lambda: {m.state for m in broker.peek(topic, "ch")} <= {"ready", "requeued", "deferred"})
+    assert [message.body for message in broker.peek(topic, "ch")] == [b"bad"]
 
 
 def test_wrong_names_raise_before_the_loop_begins(broker: Broker) -> None:

@@ -15,21 +15,29 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable
+from contextlib import aclosing
 from time import monotonic
 from typing import Final
 
 from nsparq.client.config import Config, milliseconds
-from nsparq.client.connect.connection import checked_addresses
+from nsparq.client.connect.candidates import Candidates
 from nsparq.client.connect.lookup import Lookup, LookupFailed
 from nsparq.client.connect.producer_connection import SLACK_S, NotReached, Outcome, ProducerConnection
 from nsparq.client.consume.event_loop import wait_to_the_end
-from nsparq.client.errors import ConnectFailed, PublishFailed, PublishTimeout, Stopped, reason_of
+from nsparq.client.errors import (
+    ConnectFailed,
+    HeadersNotSupported,
+    NotConnected,
+    PublishFailed,
+    PublishTimeout,
+    Stopped,
+    reason_of,
+)
 from nsparq.client.message import check_delay
 from nsparq.client.payloads.encode import encode_bodies, encode_payload
 from nsparq.client.payloads.numbers import Numbers, name_in_child
 from nsparq.headers import Headers, HeadersOfMany
 from nsparq.names import is_valid_name
-from nsparq.private_random import private_random
 from nsparq.wire import client as wire
 
 __all__ = ["Producer"]
@@ -38,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 MAX_PENDING: Final = 1000
 """Unanswered publishes on a connection; further ones wait."""
-AVOID_S: Final = 30.0
-"""For this time a broker that failed is tried after the others."""
 
 
 class Producer:
@@ -72,10 +78,7 @@ class Producer:
         if max_pending < 1:
             raise ValueError("max_pending is at least 1")
         self.config = config or Config()
-        self._lookup = Lookup(nsqlookupd, self.config)
-        self._nsqd = checked_addresses(nsqd)
-        if not self._nsqd and not self._lookup.addresses:
-            raise ValueError("a producer needs the address of an nsqd or of an nsqlookupd")
+        self._candidates = Candidates(nsqd, Lookup(nsqlookupd, self.config))
         if name and not idempotent:
             raise ValueError("only an idempotent producer has a name")
         self._retry = retry or idempotent
@@ -84,8 +87,6 @@ class Producer:
         """Whether a publish is sent again if the broker failed, for example because its disk is
         full."""
         self._max_pending = max_pending
-        self._failed: dict[str, float] = {}
-        """When each broker last failed."""
         self._is_stopped = False
         self._lines: dict[str, bytes] = {}
         """The line of PUB for each topic, whose name was checked."""
@@ -237,7 +238,7 @@ class Producer:
                 outcome = await answer
                 if outcome is None:
                     return
-                self._raise_if_final(outcome)
+                self._raise_if_final(outcome, _doubt(None, outcome))
         left = deadline - monotonic()
         if left <= SLACK_S:
             raise self._timed_out()
@@ -264,6 +265,7 @@ class Producer:
         `outcome` is what became of the publish on `connection`, if it was sent before."""
         bound_to = ""
         delay = self.config.reconnect_delay
+        doubt = _doubt(None, outcome)
         while True:
             if outcome is not None and connection is not None:
                 if self._repeats_failed and not isinstance(outcome, NotReached):
@@ -274,15 +276,21 @@ class Producer:
             self._waiting += 1
             try:
                 connection, answer = await self._sent(command, deadline, needs_headers, bound_to)
+            except (Stopped, HeadersNotSupported):
+                # These say that it was not published.
+                if doubt is None:
+                    raise
+                raise doubt from None
             finally:
                 self._waiting -= 1
             if answer is None:
-                await self._send_back(bound_to, command, deadline)
+                await self._send_back(bound_to, command, deadline, doubt)
                 return
             outcome = await answer
             if outcome is None:
                 return
-            self._raise_if_final(outcome)
+            doubt = _doubt(doubt, outcome)
+            self._raise_if_final(outcome, doubt)
 
     async def _sent(
         self, command: bytes, deadline: float, needs_headers: bool, bound_to: str
@@ -304,7 +312,7 @@ class Producer:
                     self._room.clear()
                     await self._room.wait()
 
-    async def _send_back(self, address: str, command: bytes, deadline: float) -> None:
+    async def _send_back(self, address: str, command: bytes, deadline: float, doubt: Doubt) -> None:
         """Send a publish to the broker that may have it, while the others use another broker."""
         producer = self._returns.get(address)
         if producer is None:
@@ -313,25 +321,23 @@ class Producer:
             self._returns[address] = producer
         producer._users += 1
         try:
-            await producer._send_in_turn(command, deadline, True)
+            await producer._send_in_turn(command, deadline, True, outcome=doubt)
         finally:
             producer._users -= 1
             if not producer._users:
                 self._returns.pop(address, None)
                 await producer.stop()
 
-    def _raise_if_final(self, outcome: Outcome) -> None:
+    def _raise_if_final(self, outcome: Outcome, doubt: Doubt) -> None:
         """Returns if the command may be sent again; raises otherwise."""
-        if isinstance(outcome, NotReached):
-            if self._is_stopped:
-                raise Stopped
-            return
-        may_retry = self._retry
+        may_retry = self._retry or isinstance(outcome, NotReached)
         if isinstance(outcome, PublishFailed):
             may_retry = self._repeats_failed and outcome.code.endswith("PUB_FAILED")
-        if not may_retry or self._is_stopped:
+        if not may_retry:
             assert outcome is not None
             raise outcome
+        if self._is_stopped:
+            raise doubt or Stopped
 
     def _timed_out(self) -> PublishTimeout:
         return PublishTimeout(f"not acknowledged within {self.config.publish_timeout:g} s")
@@ -376,22 +382,25 @@ class Producer:
 
     async def _open(self) -> str | None:
         """Connect to the first broker that answers. Returns an error text if none does."""
+        reasons = []
         try:
-            reasons = []
-            for address in await self._candidates():
-                connection = ProducerConnection(self.config, self._max_pending, self._room.set, self._ended)
-                try:
-                    await connection.open(address, self.config)
-                except ConnectFailed as error:
-                    logger.warning("%s", error)
-                    self._failed[address] = monotonic()
-                    reasons.append(str(error))
-                    continue
-                self._connection = connection
-                return None
+            async with aclosing(self._candidates.in_order()) as candidates:
+                async for address in candidates:
+                    connection = ProducerConnection(
+                        self.config, self._max_pending, self._room.set, self._ended
+                    )
+                    try:
+                        await connection.open(address, self.config)
+                    except ConnectFailed as error:
+                        logger.warning("%s", error)
+                        self._candidates.failed(address)
+                        reasons.append(str(error))
+                        continue
+                    self._connection = connection
+                    return None
             return "; ".join(reasons) or "nsqlookupd knows no nsqd"
         except LookupFailed as error:
-            return str(error)
+            return "; ".join([*reasons, str(error)])
         finally:
             self._opening = None
 
@@ -404,26 +413,20 @@ class Producer:
             log("lost %s: %s", connection.raw, reason_of(reason))
             # An idempotent producer tries the same broker first: it knows the repeats.
             if not connection.has_refused and self._numbers is None:
-                self._failed[connection.raw.address] = monotonic()
+                self._candidates.failed(connection.raw.address)
         self._room.set()
 
-    async def _candidates(self) -> list[str]:
-        """Addresses of brokers, in the order to try them."""
-        found = [*self._nsqd]
-        if self._lookup.addresses:
-            try:
-                discovered = await self._lookup.nodes()
-            except LookupFailed as error:
-                if not found:
-                    raise
-                logger.warning("%s", error)
-            else:
-                # Random: producers spread over the brokers.
-                private_random.shuffle(discovered)
-                found += discovered
-        since = monotonic() - AVOID_S
-        self._failed = {address: at for address, at in self._failed.items() if at > since}
-        return sorted(dict.fromkeys(found), key=lambda address: self._failed.get(address, 0.0))
+
+Doubt = PublishFailed | NotConnected | PublishTimeout | None
+"""The outcome of a publish that was sent several times: what is raised if it cannot be sent again.
+None if it never reached a broker."""
+
+
+def _doubt(earlier: Doubt, outcome: Outcome) -> Doubt:
+    """That the publish may be stored counts more than a refusal of its repeat."""
+    if outcome is None or isinstance(outcome, NotReached):
+        return earlier
+    return earlier if isinstance(earlier, NotConnected | PublishTimeout) else outcome
 
 
 _all: weakref.WeakSet[Producer] = weakref.WeakSet()

@@ -27,6 +27,7 @@ from typing import Any, Final, TypeVar
 from nsparq.client import metrics
 from nsparq.client.config import Config
 from nsparq.client.consume.dead_letters import DeadLetters, check_dead_letter
+from nsparq.client.consume.event_loop import all_to_the_end
 from nsparq.client.consume.handler_shape import HandlerShape, handler_shape
 from nsparq.client.consume.rdy import Signal
 from nsparq.client.consume.retries import RetryDelay, RetryOn, RetryRules
@@ -48,6 +49,9 @@ DeadLetterHook = Callable[[Message, Exception], Any]
 MAX_ERROR: Final = 1000
 """Longest error text in a dead letter, in characters."""
 _STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_of_the_parent: list[object] = []
+"""Kept forever in a child of fork(): what the lifespan of the parent has entered. Leaving or
+dropping it would close what the parent uses."""
 
 
 class GivenUp(Exception):
@@ -75,7 +79,7 @@ class Subscriptions:
         self._dead_letters = DeadLetters(self._config, retry=True)
         self._lifespan = lifespan
         self._resources = AsyncExitStack()
-        """Entered with each start."""
+        """What the present start has entered."""
         self._running_in = 0
         """The process that started it; 0 while it is stopped."""
 
@@ -155,6 +159,10 @@ class Subscriptions:
         """Start consuming. Brokers that cannot be reached are tried again and again."""
         if self.is_running:
             raise RuntimeError("already started")
+        if self._running_in:
+            # It was started before fork().
+            _of_the_parent.append(self._resources)
+        self._resources = AsyncExitStack()
         if self._lifespan is not None:
             await self._resources.enter_async_context(self._lifespan())
         self._running_in = os.getpid()
@@ -166,10 +174,15 @@ class Subscriptions:
         started again."""
         if not self.is_running:
             return
-        await asyncio.gather(*(subscription.stop(grace) for subscription in self.subscriptions))
-        await self._dead_letters.stop()
-        self._running_in = 0
-        await self._resources.aclose()
+        try:
+            await all_to_the_end(subscription.stop(grace) for subscription in self.subscriptions)
+        finally:
+            # Also if the caller is cancelled.
+            try:
+                await self._dead_letters.stop()
+            finally:
+                self._running_in = 0
+                await self._resources.aclose()
 
     def metrics(self) -> str:
         """The figures of all subscriptions in Prometheus' text format."""
@@ -268,8 +281,10 @@ class Subscription:
 
     async def stop(self, grace: float = STOP_S) -> None:
         """Stop consuming. Subscriptions.stop() calls it."""
-        await self.consumer.stop(grace)
-        self._calls.close()
+        try:
+            await self.consumer.stop(grace)
+        finally:
+            self._calls.close()
 
     def figures(self) -> metrics.Figures:
         """Counts and gauges since the start, for `nsparq.client.metrics`."""

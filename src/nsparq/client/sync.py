@@ -14,6 +14,7 @@ works in both processes; the child opens a new connection.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError
@@ -23,7 +24,7 @@ from typing import Any, Final
 
 from nsparq.client.config import Config
 from nsparq.client.consumer import Consumer
-from nsparq.client.errors import ConnectFailed, PublishTimeout, Stopped
+from nsparq.client.errors import ConnectFailed, NotConnected, PublishTimeout, Stopped
 from nsparq.client.loop_thread import LoopThread
 from nsparq.client.message import Message
 from nsparq.client.payloads.encode import encode_bodies, encode_payload
@@ -33,10 +34,15 @@ from nsparq.headers import Headers, HeadersOfMany
 
 __all__ = ["Producer", "consume"]
 
+logger = logging.getLogger(__name__)
+
 MARGIN_S: Final = 2.0
 """How much longer a call may take than the timeout of the asyncio client."""
-STOP_S: Final = 5.0
-"""How long the cleanup after a loop over messages may take."""
+GRACE_S: Final = 5.0
+"""After a loop over messages: how long a message that is being given up may take."""
+STOP_S: Final = 10.0
+"""How long everything after a loop over messages may take. Cancelled calls may take 2 seconds, the
+end of the connections one."""
 
 
 class Producer:
@@ -99,6 +105,9 @@ class Producer:
             self._call(self._thread.resource.connect, limit=self._timeout)
         except TimeoutError as error:
             raise ConnectFailed(f"not connected within {self._timeout:g} s") from error
+        except CancelledError as error:
+            # Another thread closed it.
+            raise Stopped from error
 
     def publish(
         self, topic: str, body: object, *, defer: float = 0.0, headers: Headers | None = None
@@ -137,15 +146,15 @@ class Producer:
             raise
         except TimeoutError as error:
             raise PublishTimeout(f"not acknowledged within {self._timeout:g} s") from error
+        except CancelledError as error:
+            # Another thread closed it while this publish waited for a connection. It may have been
+            # sent before.
+            raise NotConnected("closed before the acknowledgement") from error
 
     def _call(self, function: Callable[[], Any], limit: float) -> None:
         if self._is_closed or not self._thread.is_running:
             raise Stopped
-        try:
-            self._thread.call(function, timeout=limit)
-        except CancelledError as error:
-            # Another thread closed it.
-            raise Stopped from error
+        self._thread.call(function, timeout=limit)
 
 
 def consume(
@@ -193,8 +202,12 @@ def _messages(feed: _Feed, idle_timeout: float | None) -> Generator[Message, Non
                 )
             message.finish()
     finally:
-        # This requeues the message at which the loop ended.
-        thread.stop(STOP_S)
+        try:
+            # This requeues the message at which the loop ended.
+            thread.stop(STOP_S)
+        except Exception as error:
+            # Not raised: it would replace an exception of the loop's body.
+            logger.error("%s: the loop over messages did not end cleanly: %r", feed, error)
 
 
 class _Feed:
@@ -223,7 +236,7 @@ class _Feed:
             self._handed_out.requeue(0, backoff=False)
         while not self._waiting.empty():
             self._waiting.get_nowait().requeue(0, backoff=False)
-        await self._consumer.stop()
+        await self._consumer.stop(GRACE_S)
 
     async def _take(self, message: Message) -> None:
         message.auto_response = False
@@ -247,3 +260,6 @@ class _Feed:
                 if self._tracing is not None:
                     self._tracing.received(message, self._consumer.topic, self._consumer.channel)
                 return message
+
+    def __str__(self) -> str:
+        return str(self._consumer)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import ssl
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from nsparq.client.config import Config
 from nsparq.client.connect.connection import FLUSH_COMMANDS, Connection, checked_addresses
+from nsparq.client.connect.handshake import Handshake
 from nsparq.client.connect.secret import reason_to_withhold
 from nsparq.client.errors import ConnectFailed, reason_of
 from nsparq.wire import client as wire
@@ -93,13 +95,63 @@ def test_it_sends_identify_and_uses_the_reply() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("value", [None, "many", -1, 0, [], 1.5])
+@pytest.mark.parametrize("value", [None, "many", -1, 0, [], 1.5, True])
 def test_invalid_numbers_in_the_reply_are_ignored(value: object) -> None:
     async def main() -> None:
         async with ScriptedNsqd({"max_rdy_count": value, "msg_timeout": value}) as nsqd:
             connection, _ = await connect(nsqd)
             assert (connection.max_rdy_count, connection.msg_timeout) == (2500, 60)
             await ended(connection)
+
+    run(main())
+
+
+def test_numbers_that_are_too_large_are_limited() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd({"max_rdy_count": 10**400, "msg_timeout": 10**400}) as nsqd:
+            connection, _ = await connect(nsqd)
+            assert (connection.max_rdy_count, connection.msg_timeout) == (2**31 - 1, (2**31 - 1) / 1000)
+            await ended(connection)
+
+    run(main())
+
+
+def test_a_compression_level_that_is_too_high_is_limited() -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(lambda _: None) as nsqd:
+            opening = asyncio.create_task(Connection.open(nsqd.address, Config(deflate=True), Recorder()))
+            peer = await nsqd.peer()
+            compressor = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+            confirmed = compressor.compress(frame(RESPONSE, b"OK")) + compressor.flush(zlib.Z_SYNC_FLUSH)
+            peer.send_response(b'{"deflate": true, "deflate_level": 99}')
+            peer.send_bytes(confirmed)
+            await ended(await opening)
+
+    run(main())
+
+
+@pytest.mark.parametrize("reply", [b'{"a":' + b"[" * 100_000, b'{"a":' + b"1" * 5000 + b"}", b'{"a":"\xff"}'])
+def test_a_reply_that_cannot_be_parsed_is_a_connect_failure(reply: bytes) -> None:
+    async def main() -> None:
+        async with ScriptedNsqd(reply) as nsqd:
+            assert "invalid reply to IDENTIFY: b'{" in await refusal(nsqd.address)
+            await until(lambda: nsqd.peers[0].is_ended)
+
+    run(main())
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), OverflowError("no"), RecursionError("no")])
+def test_whatever_an_odd_reply_raises_is_a_connect_failure(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise error
+
+    async def main() -> None:
+        async with ScriptedNsqd() as nsqd:
+            monkeypatch.setattr(Handshake, "_upgrade", fail)
+            assert await refusal(nsqd.address) == f"{nsqd.address}: no"
+            await until(lambda: nsqd.peers[0].is_ended)
 
     run(main())
 

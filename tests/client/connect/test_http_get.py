@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from nsparq.client.connect import http_get
 from nsparq.client.connect.http_get import GetFailed, get
 from tests.support.aio import run, until
 from tests.support.certificates import certificates
@@ -92,6 +93,26 @@ def test_a_body_of_known_length_is_not_waited_for_any_longer() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("cut", range(1, 4))
+def test_the_head_is_looked_for_in_each_byte_once(monkeypatch: pytest.MonkeyPatch, cut: int) -> None:
+    """Also if its end comes in two pieces."""
+    read_headers = http_get._end
+    head, read = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n", []
+
+    def counted(data: bytearray) -> float:
+        read.append(len(data))
+        return read_headers(data)
+
+    monkeypatch.setattr(http_get, "_end", counted)
+
+    async def main() -> None:
+        async with server(head[:-cut], head[-cut:], *[b"x" * 100] * 10) as one:
+            assert await ask(one.url) == (200, b"x" * 1000)
+
+    run(main())
+    assert sum(read) <= len(head), "the body is not searched"
+
+
 @pytest.mark.parametrize("status", [204, 301, 404, 500])
 def test_any_status_is_an_answer(status: int) -> None:
     async def main() -> None:
@@ -125,6 +146,11 @@ def test_headers_and_a_login_in_the_address_are_sent() -> None:
         ((b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhel",), "IncompleteRead"),
         ((b"SSH-2.0\r\n\r\n",), "SSH-2.0"),
         ((b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n",), "invalid literal"),
+        ((b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % 10**30,), "index-sized integer"),
+        (
+            (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 30 + b"\r\n",),
+            "index-sized integer",
+        ),
         ((b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 10_001,), "the answer has more than 10000 bytes"),
     ],
 )

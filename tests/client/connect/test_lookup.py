@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -20,8 +21,15 @@ def producer(host: object = "127.0.0.1", port: object = 4150) -> dict[str, Any]:
 
 
 def ask(*servers: AuthServer | str, topic: str = "t", **options: Any) -> list[str]:
+    """The addresses that are known once every server has answered or failed."""
     addresses = [one if isinstance(one, str) else one.address for one in servers]
-    return run(Lookup(addresses, Config(**options)).producers(topic))
+    return run(last(Lookup(addresses, Config(**options)).producers(topic)))
+
+
+async def last(answers: AsyncIterator[list[str] | None]) -> list[str]:
+    found = [answer async for answer in answers][-1]
+    assert found is not None
+    return found
 
 
 # URLs
@@ -82,7 +90,7 @@ def test_before_1_0_the_result_was_wrapped() -> None:
 def test_nodes_have_their_own_query() -> None:
     with AuthServer() as server:
         server.answer({"producers": [producer("n", 9)]})
-        assert run(Lookup([server.address], Config()).nodes()) == ["n:9"]
+        assert run(last(Lookup([server.address], Config()).nodes())) == ["n:9"]
         assert server.queries[0].path == "/nodes"
 
 
@@ -116,6 +124,8 @@ def test_one_that_answers_is_enough() -> None:
         (b'{"producers": ["x"]}', 200),
         (b"{}", 200),
         (b'{"data": null}', 200),
+        (b"[" * 200_000, 200),
+        (b'{"producers": [{"tcp_port": %s}]}' % (b"1" * 5000), 200),
         (b"{}", 500),
         (b"{}", 301),
     ],
@@ -212,7 +222,7 @@ def test_a_stalled_nsqlookupd_times_out_without_a_thread() -> None:
 
         async def main() -> None:
             lookup = Lookup([server.address], Config(lookupd_poll_timeout=0.2))
-            asking = asyncio.create_task(lookup.producers("t"))
+            asking = asyncio.create_task(last(lookup.producers("t")))
             await until(lambda: server.queries)
             # Only the server's thread for the request.
             assert threading.active_count() == threads + 1
@@ -220,6 +230,65 @@ def test_a_stalled_nsqlookupd_times_out_without_a_thread() -> None:
                 await asking
 
         run(main())
+
+
+@pytest.mark.parametrize("turn", [1, -1], ids=["silent first", "silent last"])
+def test_a_silent_nsqlookupd_does_not_hold_back_the_others(
+    turn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsparq.client.connect.lookup.PATIENCE_S", 0.01)
+    given: list[list[str]] = []
+
+    def spy(addresses: list[str]) -> list[str]:
+        given.append(addresses)
+        return addresses
+
+    async def main(silent: AuthServer, good: AuthServer) -> None:
+        addresses = [silent.address, good.address][::turn]
+        async with aclosing(Lookup(addresses, Config(discovery_filter=spy)).producers("t")) as answers:
+            # A busy machine may need longer than the patience: None, then the answer.
+            found = await anext(answers) or await anext(answers)
+            assert found == ["a:4150", "b:4150"]
+            silent.stalled.clear()
+            assert await anext(answers) == ["a:4150", "b:4150", "c:4150"]
+            assert [answer async for answer in answers] == []
+        assert given == [["a:4150", "b:4150"], ["a:4150", "b:4150", "c:4150"]], "all that is known"
+
+    with AuthServer() as silent, AuthServer() as good:
+        silent.stalled.set()
+        silent.answer({"producers": [producer("b"), producer("c")]})
+        good.answer({"producers": [producer("a"), producer("b")]})
+        run(main(silent, good))
+
+
+def test_nobody_has_answered_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is something else than an empty answer."""
+    monkeypatch.setattr("nsparq.client.connect.lookup.PATIENCE_S", 0.01)
+
+    async def main(silent: AuthServer) -> None:
+        async with aclosing(Lookup([silent.address], Config()).producers("t")) as answers:
+            assert await anext(answers) is None
+            silent.stalled.clear()
+            assert await anext(answers) == []
+
+    with AuthServer() as silent:
+        silent.stalled.set()
+        silent.answer({"producers": []})
+        run(main(silent))
+
+
+def test_no_request_outlives_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nsparq.client.connect.lookup.PATIENCE_S", 0.01)
+
+    async def main(silent: AuthServer) -> None:
+        before = asyncio.all_tasks()
+        async with aclosing(Lookup([silent.address], Config()).producers("t")) as answers:
+            assert await anext(answers) is None
+        assert asyncio.all_tasks() == before
+
+    with AuthServer() as silent:
+        silent.stalled.set()
+        run(main(silent))
 
 
 def test_a_login_in_the_address_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:

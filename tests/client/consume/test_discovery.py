@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Any
@@ -44,6 +44,11 @@ class World:
         self.addresses = ["lookupd:1"] if has_lookupd else []
         self.known: list[str] | None = []
         """The answer of nsqlookupd; None while it is down."""
+        self.error: Exception | None = None
+        """Raised instead of an answer."""
+        self.before_the_answer: list[list[str] | None] = []
+        self.late: asyncio.Event | None = None
+        """When a second nsqlookupd answers, which knows late:1. Never without it."""
         self.asked: list[float] = []
         self.refusing: set[str] = set()
         self.stalled: set[str] = set()
@@ -59,12 +64,19 @@ class World:
             lambda connection: self.opened.append(connection.address),
         )
 
-    async def producers(self, topic: str) -> list[str]:
+    async def producers(self, topic: str) -> AsyncGenerator[list[str] | None, None]:
         assert topic == "t"
         self.asked.append(asyncio.get_running_loop().time())
+        for found in self.before_the_answer:
+            yield found
+        if self.error is not None:
+            raise self.error
         if self.known is None:
             raise LookupFailed("none answered")
-        return self.known
+        yield self.known
+        if self.late is not None:
+            await self.late.wait()
+            yield [*self.known, "late:1"]
 
     async def _open(self, address: str) -> FakeConnection:
         self.attempts.append((address, asyncio.get_running_loop().time()))
@@ -312,14 +324,14 @@ def test_a_loss_while_nsqlookupd_is_being_asked_is_not_overlooked() -> None:
         async with world.running():
             await until(lambda: len(world.connected) == 2)
 
-            async def slow(topic: str) -> list[str]:
-                found = await ask(topic)
-                if len(world.asked) == 2:
-                    # Another connection is lost while this answer arrives, and another nsqd is
-                    # found.
-                    world.lose("b:1")
-                    world.refusing = {"b:1"}
-                return found
+            async def slow(topic: str) -> AsyncGenerator[list[str] | None, None]:
+                async for found in ask(topic):
+                    if len(world.asked) == 2:
+                        # Another connection is lost while this answer arrives, and another nsqd is
+                        # found.
+                        world.lose("b:1")
+                        world.refusing = {"b:1"}
+                    yield found
 
             world.producers = slow  # type: ignore[method-assign]
             world.lose("a:1")
@@ -343,6 +355,82 @@ def test_without_an_answer_nsqlookupd_is_asked_again_soon() -> None:
             assert len(world.asked) == count
 
     run(main())
+
+
+def test_what_a_late_nsqlookupd_knows_is_connected_too() -> None:
+    async def main() -> None:
+        world = World(has_lookupd=True)
+        world.known, world.late = ["a:1"], asyncio.Event()
+        async with world.running():
+            await until(lambda: world.connected == {"a:1"})
+            world.late.set()
+            await until(lambda: world.connected == {"a:1", "late:1"})
+            assert len(world.asked) == 1
+
+    run(main())
+
+
+def test_a_silent_nsqlookupd_does_not_delay_the_next_question() -> None:
+    async def main() -> None:
+        world = World(has_lookupd=True)
+        world.known, world.late = ["a:1", "b:1"], asyncio.Event()
+        async with world.running():
+            await until(lambda: world.connected == {"a:1", "b:1"})
+            world.lose("a:1")
+            await until(lambda: world.connected == {"a:1", "b:1"})
+            # Of the two questions only the last one still waits.
+            world.late.set()
+            await until(lambda: "late:1" in world.connected)
+            assert world.opened.count("late:1") == 1
+
+    run(main())
+
+
+def test_a_broker_that_only_a_silent_nsqlookupd_knows_stays_connected() -> None:
+    async def main() -> None:
+        world = World(has_lookupd=True, lookupd_poll_interval=0.03)
+        world.known, world.late = ["a:1"], asyncio.Event()
+        world.late.set()
+        async with world.running():
+            await until(lambda: world.connected == {"a:1", "late:1"})
+            world.late.clear()
+            count = len(world.asked)
+            await until(lambda: len(world.asked) == count + 5)
+            assert (world.connected, world.opened) == ({"a:1", "late:1"}, ["a:1", "late:1"])
+
+    run(main())
+
+
+def test_without_an_answer_nobody_knows_whether_the_topic_exists() -> None:
+    async def main() -> None:
+        world = World(has_lookupd=True)
+        world.before_the_answer, world.known, world.late = [None], [], asyncio.Event()
+        async with world.running() as discovery:
+            assert not discovery.is_ready
+            await until(lambda: discovery.is_ready)
+            world.late.set()
+            await until(lambda: world.connected)
+            world.lose("late:1")
+            assert not discovery.is_ready, "one that answered late had the topic"
+            world.late, world.known, world.before_the_answer = None, None, [None]
+            count = len(world.asked)
+            await until(lambda: len(world.asked) == count + 3)
+            assert not discovery.is_ready, "None is not an answer"
+
+    run(main())
+
+
+def test_nsqlookupd_is_asked_again_after_an_unexpected_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        world = World(has_lookupd=True)
+        world.error = ZeroDivisionError()
+        async with world.running():
+            await until(lambda: len(world.asked) == 3)
+            world.error, world.known = None, ["a:1"]
+            await until(lambda: world.connected)
+
+    run(main())
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_a_stalled_broker_does_not_delay_the_others() -> None:

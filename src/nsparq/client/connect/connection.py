@@ -113,7 +113,8 @@ class Connection(asyncio.BufferedProtocol):
         except TimeoutError as error:
             connection.abort()
             raise ConnectFailed(f"{address}: timed out") from error
-        except (BadFrame, LayerError, OSError) as error:
+        except (BadFrame, LayerError, OSError, ValueError, OverflowError, RecursionError) as error:
+            # The last three: an odd reply of something that is no nsqd, or of a broken one.
             connection.abort()
             raise ConnectFailed(f"{address}: {reason_of(error)}") from error
         except BaseException:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_RDY: Final = 2500
 """For a server that does not negotiate."""
+MAX_NUMBER: Final = 2**31 - 1
+MAX_DEFLATE_LEVEL: Final = 9
 
 
 class Handshake:
@@ -41,7 +43,7 @@ class Handshake:
         try:
             # A server older than feature negotiation replies OK. It has no features.
             agreed: dict[str, Any] = json.loads(answer) if answer.startswith(b"{") else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._failed(f"invalid reply to IDENTIFY: {answer[:100]!r}") from error
         connection.max_rdy_count = _positive(agreed.get("max_rdy_count")) or DEFAULT_MAX_RDY
         connection.msg_timeout = _positive(agreed.get("msg_timeout")) / 1000 or connection.msg_timeout
@@ -93,7 +95,7 @@ class Handshake:
         elif config.deflate and agreed.get("deflate"):
             from nsparq.transport.deflate import DeflateLayer
 
-            level = _positive(agreed.get("deflate_level")) or config.deflate_level
+            level = _positive(agreed.get("deflate_level"), MAX_DEFLATE_LEVEL) or config.deflate_level
             await self._add_layer(DeflateLayer(level))
 
     async def _tls_layer(self) -> Layer:
@@ -138,6 +140,6 @@ class Handshake:
         return ConnectFailed(f"{self._address}: {reason}")
 
 
-def _positive(value: object) -> int:
-    """A number that the server sent; 0 if it is anything else."""
-    return value if isinstance(value, int) and value > 0 else 0
+def _positive(value: object, most: int = MAX_NUMBER) -> int:
+    """A number that the server sent, at most `most`; 0 if it is anything else."""
+    return min(value, most) if type(value) is int and value > 0 else 0

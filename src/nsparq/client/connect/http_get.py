@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import math
 import ssl
 from collections.abc import Callable, Mapping
 from http.client import HTTPException, HTTPResponse
@@ -18,6 +19,7 @@ from nsparq.errors import NsparqError
 __all__ = ["GetFailed", "get", "login_of"]
 
 _PIECE: Final = 1 << 16
+_BLANK_LINE: Final = b"\r\n\r\n"
 
 
 class GetFailed(NsparqError):
@@ -44,7 +46,7 @@ async def get(
         raise GetFailed("timed out") from error
     except OSError as error:
         raise GetFailed(reason_of(error)) from error
-    except (HTTPException, ValueError) as error:
+    except (HTTPException, ValueError, OverflowError) as error:
         raise GetFailed(str(error) or type(error).__name__) from error
 
 
@@ -82,27 +84,27 @@ async def _exchange(
     try:
         writer.write(request)
         data = bytearray()
-        end = 0
-        while not end or len(data) < end:
-            piece = await reader.read(_PIECE)
+        head_end, end = -1, math.inf
+        while len(data) < end and (piece := await reader.read(_PIECE)):
+            searched = max(0, len(data) - len(_BLANK_LINE) + 1)
             data += piece
-            if not piece:
-                break
             if len(data) > max_bytes:
                 raise ValueError(f"the answer has more than {max_bytes} bytes")
-            end = end or _end(data)
+            if head_end < 0:
+                head_end = data.find(_BLANK_LINE, searched)
+                if head_end >= 0:
+                    end = _end(data[:head_end])
         return bytes(data)
     finally:
         writer.transport.abort()
 
 
-def _end(data: bytearray) -> int:
-    """Length of the whole answer, from its Content-Length; 0 without one."""
-    head, blank_line, _ = data.partition(b"\r\n\r\n")
-    for line in head.lower().split(b"\r\n") if blank_line else ():
+def _end(head: bytearray) -> float:
+    """Length of the whole answer, from its Content-Length; infinite without one."""
+    for line in head.lower().split(b"\r\n"):
         if line.startswith(b"content-length:"):
-            return len(head) + 4 + int(line.partition(b":")[2])
-    return 0
+            return len(head) + len(_BLANK_LINE) + int(line.partition(b":")[2])
+    return math.inf
 
 
 class _Source(io.BytesIO):

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import ssl
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
@@ -20,6 +20,11 @@ from nsparq.client.errors import ClientError
 logger = logging.getLogger(__name__)
 
 MAX_ANSWER: Final = 64 << 20
+PATIENCE_S: Final = 0.5
+"""How long all nsqlookupds are waited for. After that, each answer is used when it comes."""
+
+Answers = AsyncGenerator[list[str] | None, None]
+"""All addresses known so far, or None. Close it: the requests end with it."""
 
 
 class LookupFailed(ClientError):
@@ -42,7 +47,12 @@ def lookup_url(address: str, path: str, **parameters: str) -> str:
 
 
 class Lookup:
-    """Asks a set of nsqlookupds and joins their answers: each may know a part only."""
+    """Asks a set of nsqlookupds and joins their answers: each may know a part only.
+
+    An nsqlookupd may be silent until `config.lookupd_poll_timeout`. The others are not held up: a
+    question gives what is known after PATIENCE_S, then more with each later answer. `None` means
+    that nobody has answered yet.
+    """
 
     def __init__(self, addresses: Iterable[str], config: Config) -> None:
         """Raises ValueError for an invalid address."""
@@ -51,21 +61,34 @@ class Lookup:
         for address in self.addresses:
             lookup_url(address, "/lookup")
 
-    async def producers(self, topic: str) -> list[str]:
+    def producers(self, topic: str) -> Answers:
         """Addresses of the nsqd that have the topic. Raises LookupFailed if nobody answers."""
-        return await self._ask("/lookup", topic=topic)
+        return self._ask("/lookup", topic=topic)
 
-    async def nodes(self) -> list[str]:
+    def nodes(self) -> Answers:
         """Addresses of all nsqd."""
-        return await self._ask("/nodes")
+        return self._ask("/nodes")
 
-    async def _ask(self, path: str, **parameters: str) -> list[str]:
+    async def _ask(self, path: str, **parameters: str) -> Answers:
         urls = [lookup_url(address, path, **parameters) for address in self.addresses]
-        answers = await asyncio.gather(*map(self._get, urls))
-        reached = [answer for answer in answers if answer is not None]
-        if not reached:
+        requests = [asyncio.create_task(self._get(url)) for url in urls]
+        found: dict[str, None] | None = None
+        try:
+            done, late = await asyncio.wait(requests, timeout=PATIENCE_S)
+            while True:
+                for request in requests:
+                    if request in done and (answer := request.result()) is not None:
+                        found = (found or {}) | dict.fromkeys(answer)
+                yield None if found is None else self._filtered([*found])
+                if not late:
+                    break
+                done, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for request in requests:
+                request.cancel()
+            await asyncio.wait(requests)
+        if found is None:
             raise LookupFailed(f"none of {', '.join(map(_shown, self.addresses))} answered")
-        return self._filtered(list(dict.fromkeys(address for answer in reached for address in answer)))
 
     def _filtered(self, found: list[str]) -> list[str]:
         wanted = self._config.discovery_filter
@@ -103,7 +126,7 @@ class Lookup:
             content = json.loads(body)
             # Before NSQ 1.0 the result was inside `data`.
             return [*_addresses(content.get("data", content)["producers"])]
-        except (GetFailed, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (GetFailed, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             logger.warning("%s: %s", _shown(url), error)
             return None
 

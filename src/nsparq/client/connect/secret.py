@@ -23,8 +23,10 @@ def reason_to_withhold(
     """Why the server at `address` may not get the secret; empty if it may. `host` is its IP address
     or name, empty for a Unix socket. `auth_secret_for` is not for nsqlookupds: the user always
     names them."""
-    place = split_address(address)
-    if place is not None and not is_nsqlookupd and not SecretScope(config.auth_secret_for).covers(*place):
+    # A URL may leave out the port of its scheme.
+    place = split_address(address) or (host, 443 if is_encrypted else 80)
+    is_path = "/" in address
+    if not is_path and not is_nsqlookupd and not SecretScope(config.auth_secret_for).covers(*place):
         return "auth_secret_for does not include it"
     if is_encrypted or _is_local(host):
         return ""

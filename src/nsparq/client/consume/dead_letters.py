@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nsparq.client.config import Config
-from nsparq.client.consume.event_loop import is_cancelled
+from nsparq.client.consume.event_loop import all_to_the_end, is_cancelled
 from nsparq.client.consume.workers import FATAL, Calls
 from nsparq.client.message import Message
 from nsparq.client.producer import Producer
@@ -42,8 +42,9 @@ class DeadLetters:
         await producer.publish(topic, body, headers=headers)
 
     async def stop(self) -> None:
-        while self._producers:
-            await self._producers.popitem()[1].stop()
+        """Also if the caller is cancelled, every connection is closed."""
+        producers, self._producers = self._producers, {}
+        await all_to_the_end(producer.stop() for producer in producers.values())
 
 
 class GiveUp:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import aclosing
 from typing import Any, Final
 
 from nsparq.client.config import Config
@@ -47,6 +48,8 @@ class Discovery:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """At most one per address, which keeps it connected or connects it once."""
         self._poller: asyncio.Task[None] | None = None
+        self._question: asyncio.Task[None] | None = None
+        """The last question to nsqlookupd. It waits for those that have not answered yet."""
         self._missing: set[str] = set()
         """Addresses of lost connections that have no task."""
         self._is_lookup_due = asyncio.Event()
@@ -63,7 +66,7 @@ class Discovery:
 
     async def stop(self) -> None:
         """End all tasks. Open connections stay open."""
-        tasks = [*self._tasks.values(), *filter(None, [self._poller])]
+        tasks = [*self._tasks.values(), *filter(None, [self._poller, self._question])]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -181,16 +184,32 @@ class Discovery:
 
     async def _discover(self) -> bool:
         """Connect to every new nsqd that nsqlookupd reports. False if none answered."""
+        if self._question is not None:
+            self._question.cancel()
+            await asyncio.wait({self._question})
+        is_answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._question = asyncio.create_task(self._ask(is_answered))
+        self._question.add_done_callback(log_failure)
+        return await is_answered
+
+    async def _ask(self, is_answered: asyncio.Future[bool]) -> None:
+        """`is_answered` gets its result with the first answer. This goes on with later ones."""
         try:
-            found = await self._lookup.producers(self._topic)
+            async with aclosing(self._lookup.producers(self._topic)) as answers:
+                async for found in answers:
+                    if found is None:
+                        continue
+                    self._is_topic_unknown = not found
+                    for address in found:
+                        if address not in self.connections and address not in self._tasks:
+                            self._start_task(address, self._try(address))
+                    if not is_answered.done():
+                        is_answered.set_result(True)
         except LookupFailed as error:
             logger.warning("%s: %s", self._topic, error)
-            return False
-        self._is_topic_unknown = not found
-        for address in found:
-            if address not in self.connections and address not in self._tasks:
-                self._start_task(address, self._try(address))
-        return True
+        finally:
+            if not is_answered.done():
+                is_answered.set_result(False)
 
     async def _try(self, address: str) -> None:
         try:

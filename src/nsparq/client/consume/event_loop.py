@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,23 @@ async def wait_to_the_end(wait: Callable[[], Awaitable[object]], on_cancel: Call
             on_cancel()
     if was_cancelled:
         raise asyncio.CancelledError
+
+
+async def all_to_the_end(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Await all together. A cancellation goes to each of them, and CancelledError is raised when
+    all have ended."""
+    tasks = [asyncio.create_task(work) for work in works]
+    call_soon = asyncio.get_running_loop().call_soon
+
+    def cancel() -> None:
+        for task in tasks:
+            # Soon: a task that is cancelled before it has begun does nothing at all.
+            call_soon(task.cancel)
+
+    if tasks:
+        await wait_to_the_end(lambda: asyncio.wait(tasks), cancel)
+    for task in tasks:
+        task.result()
 
 
 def is_cancelled() -> bool:

@@ -44,6 +44,8 @@ class InFlight:
         self._auto_touch = auto_touch
         self._messages: dict[Message, None] = {}
         """In order of arrival."""
+        self._touched: dict[tuple[Connection, bytes], Message] = {}
+        """Those that were touched, for the errors of nsqd, which name the id. Some are answered."""
         self._connections: Mapping[str, Connection] = {}
         self._loop: asyncio.AbstractEventLoop
         self._thread = 0
@@ -71,6 +73,7 @@ class InFlight:
         for message in [message for message in self._messages if message._connection is connection]:
             message.is_answered = True
             del self._messages[message]
+        self._forget_answered()
 
     # answers
 
@@ -139,13 +142,21 @@ class InFlight:
     def _touch(self, message: Message) -> None:
         if not message.is_answered:
             message.touched = self._loop.time()
+            if self._auto_touch:
+                self._touched[message._connection, message.id] = message
             message._connection.write(wire.touch(message.id))
 
     def touch_failed(self, connection: Connection, text: str) -> None:
-        """Stop touching the message that an E_TOUCH error names: it has timed out at the server."""
-        for message in self._messages:
-            if message._connection is connection and message.id.decode("ascii", "replace") in text:
+        """Stop touching the message that an E_TOUCH error names: it has timed out at the server.
+        The text is `E_TOUCH_FAILED TOUCH <id> failed <reason>`."""
+        words = text.split(maxsplit=3)
+        if len(words) > 2:
+            message = self._touched.pop((connection, words[2].encode("utf-8", "replace")), None)
+            if message is not None:
                 message.touched = math.inf
+
+    def _forget_answered(self) -> None:
+        self._touched = {key: one for key, one in self._touched.items() if not one.is_answered}
 
     def schedule_touch(self) -> None:
         """Call it when a connection was opened: its messages may time out sooner than others."""
@@ -155,6 +166,7 @@ class InFlight:
 
     def _touch_old(self) -> None:
         now = self._loop.time()
+        self._forget_answered()
         for message in self._messages:
             if now - message.touched >= message._connection.msg_timeout / TOUCH_SHARE:
                 self._touch(message)
