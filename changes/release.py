@@ -76,7 +76,7 @@ def entries(note: Path) -> list[str]:
 def grouped(items: list[str]) -> str:
     groups: dict[str, list[str]] = {name: [] for name in GROUPS}
     for item in items:
-        word = item.removeprefix("- ").split()[0]
+        word = item.removeprefix("- ").split()[0].rstrip(":")
         groups[word if word in groups else "Changed"].append(item)
     return "\n\n".join(
         f"### {name}\n\n" + "\n".join(of_group) for name, of_group in groups.items() if of_group

@@ -157,7 +157,9 @@ def graphite() -> Iterator[AuthServer]:
         yield server
 
 
-def test_the_rate_of_a_metric_comes_from_graphite(graphite: AuthServer) -> None:
+def test_the_rate_of_a_metric_comes_from_graphite(
+    graphite: AuthServer, caplog: pytest.LogCaptureFixture
+) -> None:
     flags = {"nsqd_http_address": ("127.0.0.1:1",), "graphite_url": f"http://user:pass@{graphite.address}/g"}
     with start_admin(**flags, statsd_interval=10.0) as admin:
         graphite.answer(json.dumps([{"target": "x", "datapoints": [[123.45, 1], [9, 2]]}]).encode(), 200)
@@ -168,10 +170,12 @@ def test_the_rate_of_a_metric_comes_from_graphite(graphite: AuthServer) -> None:
         for said, rate in (([[None, 1]], "N/A"), ([[-5, 1]], "N/A"), ([], "N/A")):
             graphite.answer(json.dumps([{"datapoints": said}]).encode(), 200)
             assert admin.get("/api/graphite", metric="rate", target="x") == {"rate": rate}
-        for body, status in ((b"nonsense", 200), (b"[]", 200), (b"", 500)):
+        huge = b'[{"datapoints": [[1%s, 1]]}]' % (b"0" * 400)
+        for body, status in ((b"nonsense", 200), (b"[]", 200), (b"", 500), (huge, 200)):
             graphite.answer(body, status)
             answer = admin.call("GET", "/api/graphite?metric=rate&target=x")
             answer.expect_error(500, "INTERNAL_ERROR")
+        assert not [record for record in caplog.records if record.exc_info]
         admin.call("GET", "/api/graphite?metric=sum&target=x").expect_error(400, "INVALID_ARG_METRIC")
         admin.call("GET", "/api/graphite?metric=rate").expect_error(400, "INVALID_ARG_TARGET")
         admin.call("GET", "/render").expect_error(404, "NOT_FOUND")
@@ -186,6 +190,17 @@ def test_render_is_forwarded_with_proxy_graphite(graphite: AuthServer) -> None:
         assert answer.header("Content-Security-Policy") == "sandbox"
         assert graphite.queries[0].path == "/render?target=a&target=b%20c"
         assert admin.call("GET", "/config/statsd_prefix").body == b"nsq.%s"
+
+
+def test_the_config_shows_urls_without_their_secrets() -> None:
+    urls = {
+        "graphite_url": "https://user:pass@graphite.example/g?key=s3cret",
+        "notification_http_endpoint": "http://user:pass@told.example:8080/x?key=s3cret",
+    }
+    with start_admin(nsqd_http_address=("127.0.0.1:1",), **urls) as admin:
+        assert admin.call("GET", "/config/graphite_url").body == b"https://graphite.example/g"
+        shown = admin.call("GET", "/config/notification_http_endpoint").body
+        assert shown == b"http://told.example:8080/x"
 
 
 # Pipelines

@@ -9,10 +9,15 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from nsparq.admin.collect.upstream import Upstream
+import pytest
+
+from nsparq.admin.change.actions import Notifier
+from nsparq.admin.collect.upstream import Answer, Upstream
 from nsparq.admin.health import Problem, Severity
 from nsparq.admin.health.problem import MAX_PER_KIND, in_order
+from nsparq.admin.security import Actor
 from nsparq.admin.webhooks import CLEAR_S, GIVE_UP_S, MAX_WAITING, Alerts, Webhook
+from tests.support.aio import run, until
 from tests.tools.processes import WebServer, free_address
 
 GROWING = Problem("growing", Severity.WARNING, "backlog is growing", "5 waiting", "", topic="t", channel="c")
@@ -146,6 +151,44 @@ def test_an_event_that_is_refused_or_fails_for_an_hour_is_dropped() -> None:
     assert GIVE_UP_S <= clock.now_s < GIVE_UP_S + 180
     assert max(clock.pauses) == 60
     assert webhook.error and "secret-path" not in webhook.error
+
+
+class Breaking(Upstream):
+    """An unexpected error at the first request."""
+
+    def __init__(self) -> None:
+        super().__init__(connect_timeout=5, request_timeout=5)
+        self.bodies: list[Any] = []
+        self.broke = False
+
+    async def exchange(self, method: str, url: str, body: Any = None, **more: Any) -> Answer:
+        if not self.broke:
+            self.broke = True
+            raise RuntimeError("a mistake")
+        self.bodies.append(json.loads(body))
+        return Answer(200, {}, b"")
+
+
+def test_an_unexpected_error_does_not_end_the_sending(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        clock, upstream = Clock(), Breaking()
+        webhook = Webhook(upstream, "http://x", sleep=clock.sleep, clock=clock)
+        webhook.add({"event": "appeared", "finding": {"id": "1"}})
+        webhook.start()
+        await until(lambda: upstream.bodies)
+        await webhook.close()
+        assert (webhook.sent, webhook.failures) == (1, 1)
+        told = Breaking()
+        notifier = Notifier(told, "http://x")
+        notifier.start()
+        for action in ("first", "second"):
+            notifier.notify(action, Actor("", "", "", ""), {})
+        await until(lambda: told.bodies)
+        await notifier.close()
+        assert [one["action"] for one in told.bodies] == ["second"]
+
+    run(scenario())
+    assert caplog.text.count("a mistake") >= 2
 
 
 def test_the_oldest_event_goes_if_too_many_wait() -> None:

@@ -27,7 +27,8 @@ def tree(tmp_path: Path) -> Path:
     (tmp_path / "changes").mkdir()
     (tmp_path / "changes/README.md").write_text("about")
     (tmp_path / "changes/a.md").write_text("Added one\nthing.\n")
-    (tmp_path / "changes/b.md").write_text("- Fixed this,\n  and more.\n- nsqd does that.\n")
+    points = "- Fixed this,\n  and more.\n- nsqd does that.\n- Fixed: what was wrong.\n"
+    (tmp_path / "changes/b.md").write_text(points)
     (tmp_path / "src/nsparq").mkdir(parents=True)
     (tmp_path / "src/nsparq/version.py").write_text('"""V."""\n\n__version__ = "0.1.0"\nNSQ = "1.3.0"\n')
     (tmp_path / "CHANGELOG.md").write_text(OLD)
@@ -48,6 +49,7 @@ NOTES = """\
 
 - Fixed this,
   and more.
+- Fixed: what was wrong.
 """
 
 

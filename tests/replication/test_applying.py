@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -93,8 +94,13 @@ def test_a_follower_can_join_while_the_primary_works(directory: Path) -> None:
         chance = random.Random(number)
         life = ReplicatedLife(directory / f"{number}", "os", chance)
         life.step(40)
+        snapshot = Snapshot(life.files, life.path)
+        if number % 3:
+            snapshot.link()
+            life.step(number)
         with life.files.frozen() as open_files:
-            snapshot, joined = Snapshot(life.files, life.path, open_files), life.files.now()
+            snapshot.take(open_files)
+            joined = life.files.now()
         life.step(5)
         sent = []
         for change in snapshot.changes({}):
@@ -116,8 +122,11 @@ def test_a_follower_can_join_while_the_primary_works(directory: Path) -> None:
 def test_snapshots_do_not_meet_and_a_later_run_removes_what_was_left(directory: Path) -> None:
     life = ReplicatedLife(directory / "life", "os", random.Random(1))
     life.step(10)
+    first, second = (Snapshot(life.files, life.path) for _ in range(2))
+    first.link()
     with life.files.frozen() as open_files:
-        first, second = (Snapshot(life.files, life.path, open_files) for _ in range(2))
+        first.take(open_files)
+        second.take(open_files)
     follow([*second.changes({})], directory / "follower")
     first.close()
     assert content(directory / "follower") == {
@@ -126,6 +135,36 @@ def test_snapshots_do_not_meet_and_a_later_run_removes_what_was_left(directory: 
     remove_left_links(life.path)
     assert content(directory / "follower") == content(life.path)
     drop(life.broker)
+
+
+def test_while_the_primary_stands_still_only_what_has_changed_is_linked(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = directory / "primary"
+    (root / "below").mkdir(parents=True)
+    for name in ("kept", "replaced", "renamed", "removed", "below/kept"):
+        (root / name).write_text(name)
+    files = Primary(root, Clock())
+    snapshot = Snapshot(files, root)
+    snapshot.link()
+    link, linked = os.link, []
+
+    def noting_link(source: str, target: str) -> None:
+        linked.append(Path(source).relative_to(root).as_posix())
+        link(source, target)
+
+    monkeypatch.setattr("os.link", noting_link)
+    (root / "new").write_text("new")
+    (root / "new").rename(root / "replaced")
+    (root / "renamed").rename(root / "other name")
+    (root / "removed").unlink()
+    (root / "below" / "new").write_text("below/new")
+    with files.frozen() as open_files:
+        snapshot.take(open_files)
+    follow([*snapshot.changes({})], directory / "follower")
+    snapshot.close()
+    assert content(directory / "follower") == content(root)
+    assert sorted(linked) == ["below/new", "other name", "replaced"]
 
 
 def test_zeros_ahead_of_a_segment_are_on_both_sides_and_are_not_sent(directory: Path) -> None:

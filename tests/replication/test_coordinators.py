@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from nsparq.fetch import Answer
 from nsparq.replication.coordinator import Coordinator, NoAnswer, State
 from nsparq.replication.etcd import Etcd
 from nsparq.replication.membership import Membership
@@ -84,3 +86,46 @@ def test_a_coordinator_that_is_away_is_said_so() -> None:
                 await client.observe()
 
     run(scenario())
+
+
+@pytest.mark.parametrize("body", ["{}", "[]", "null", '{"error": {"message": "…"}}', '{"responses": [5]}'])
+def test_an_answer_that_is_not_from_etcd_is_no_answer(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    answers = [body]
+
+    def fetch(*_: object, **__: object) -> Answer:
+        return Answer(200, (answers[0] if len(answers) == 1 else answers.pop()).encode(), {})
+
+    monkeypatch.setattr("nsparq.replication.etcd.fetch", fetch)
+
+    async def scenario() -> None:
+        etcd = Etcd(["http://127.0.0.1:1"], "orders", 3)
+        lease = json.dumps({"ID": "7"})
+        for ask in (
+            etcd.observe,
+            lambda: etcd.compare_and_set(0, FIRST),
+            lambda: etcd.keep_alive("a"),
+            lambda: etcd.keep_alive("a"),
+        ):
+            with pytest.raises(NoAnswer, match="cannot be understood"):
+                await ask()
+        # It has a lease now.
+        answers.extend(["{}", lease])
+        await etcd.keep_alive("a")
+        with pytest.raises(NoAnswer, match="cannot be understood"):
+            await etcd.keep_alive("a")
+
+    run(scenario())
+
+
+def test_a_record_of_an_unknown_form_is_not_taken_for_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = [{"response_range": {"kvs": [{"mod_revision": "5"}]}}, {"response_range": {}}]
+    answer = Answer(200, json.dumps({"responses": ranges}).encode(), {})
+    monkeypatch.setattr("nsparq.replication.etcd.fetch", lambda *_, **__: answer)
+    with pytest.raises(ValueError, match="the record cannot be understood"):
+        run(Etcd(["http://127.0.0.1:1"], "orders", 3).observe())
+
+
+@pytest.mark.parametrize("text", ["", "[]", "5", "{}", '{"epoch": 1, "primary": "a", "in_sync": {}}'])
+def test_a_record_without_the_form_of_this_version_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="the record cannot be understood"):
+        Membership.from_json(text.encode())

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import random
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import get_ident
+from typing import Any
 
 import pytest
 
 from nsparq.replication.follower import Follower
-from nsparq.replication.joining import BLOCK, FORMER, SET_ASIDE, WAITING, Kept, inventory
+from nsparq.replication.joining import BLOCK, FORMER, LINKS, SET_ASIDE, WAITING, Kept, inventory
 from nsparq.replication.mark import MARK, Mark, read_mark, write_mark
 from nsparq.replication.membership import Membership
 from nsparq.replication.primary import Primary
@@ -175,6 +179,57 @@ def test_a_node_takes_over_only_with_all_changes_that_the_snapshot_may_show(
             await follower.close()
 
     run(scenario())
+
+
+def test_a_join_makes_its_links_beside_the_event_loop(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand links take as long as a thousand publishes."""
+    link, linkers = os.link, []
+
+    def noting_link(*arguments: Any, **more: Any) -> None:
+        linkers.append(get_ident())
+        link(*arguments, **more)
+
+    monkeypatch.setattr("os.link", noting_link)
+
+    async def scenario() -> None:
+        async with cluster(directory) as made:
+            made.life.step(20)
+            await join(made, new_follower(directory))
+            assert content(directory / "b") == content(made.path)
+
+    run(scenario())
+    assert linkers and get_ident() not in linkers
+
+
+def test_a_directory_that_cannot_be_read_ends_the_join(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Out of descriptors. The copy would count as complete without its files."""
+    scan = os.scandir
+
+    def failing_scan(path: Any) -> Any:
+        if "/a/topics/" in f"{path}":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return scan(path)
+
+    async def scenario() -> None:
+        async with cluster(directory) as made:
+            made.life.step(20)
+            with monkeypatch.context() as patch:
+                patch.setattr("os.scandir", failing_scan)
+                async with following(new_follower(directory), made.port) as task:
+                    await until(lambda: task.done() or made.asked)
+                    assert not made.asked
+                    assert isinstance(task.exception(), OSError)
+            await until(lambda: not made.primary.followers())
+            assert not [*made.path.glob(f"{LINKS}*")]
+            await join(made, new_follower(directory))
+            assert content(directory / "b") == content(made.path)
+
+    run(scenario())
+    assert "connection ended: [Errno 24] Too many open files" in caplog.text
 
 
 def test_what_a_former_primary_never_acknowledged_is_set_aside(

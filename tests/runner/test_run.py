@@ -76,11 +76,15 @@ def done(folder: Path) -> list[str]:
 class Run:
     """A running `nsparq run`, with its HTTP address."""
 
-    def __init__(self, folder: Path, *flags: str, **environment: str) -> None:
+    def __init__(self, folder: Path, *flags: str, descriptors: int = 0, **environment: str) -> None:
+        """With a limit on descriptors, if one is given."""
         self._log = folder / "run.log"
+        command = [sys.executable, "-m", "nsparq.tools.main", "run", "--http-address=127.0.0.1:0", *flags]
+        if descriptors:
+            command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "nsparq.tools.main", "run", "--http-address=127.0.0.1:0", *flags],
+                command,
                 cwd=folder,
                 stderr=log,
                 env={**os.environ, **environment},
@@ -211,6 +215,63 @@ def test_a_second_signal_does_not_wait_and_workers_never_outlive_the_supervisor(
         (worker,) = run.wait_ready()
         run.process.kill()
         wait_until(lambda: not Path(f"/proc/{worker}").exists())
+
+
+def test_a_program_that_does_not_load_any_more_replaces_no_healthy_worker(
+    folder: Path, broker: Broker
+) -> None:
+    with Run(folder, "--workers=3", "shop:app") as run:
+        _, second, third = run.wait_ready()
+        (folder / "shop.py").write_text("import no_such_package")
+        # Again, too: the first worker does not run then.
+        for times in (1, 2):
+            run.process.send_signal(signal.SIGHUP)
+            wait_until(lambda: run.log().count("the other workers are not replaced") >= times)  # noqa: B023
+            workers = json.loads(run.get("/ready")[1])["workers"]
+            assert [worker["pid"] for worker in workers if worker["ready"]] == [second, third]
+        write(folder, broker, "2")
+        run.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: not {second, third} & {*run.wait_ready()})
+        run.process.send_signal(signal.SIGTERM)
+        run.end()
+
+
+def test_a_program_that_has_been_loaded_is_kept_although_no_worker_was_ready(folder: Path) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        host, port = nobody.getsockname()
+        program = re.sub(r'nsqd=\[".*?"\]', f'nsqd=["{host}:{port}"]', (folder / "shop.py").read_text())
+        (folder / "shop.py").write_text(program)
+        with Run(folder, "--workers=2", "shop:app") as run:
+            # They report that they are not connected.
+            wait_until(lambda: run.get("/ready")[1].count('"unconnected": ["jobs/ch"]') == 2)
+            (folder / "shop.py").write_text("import no_such_package")
+            run.process.send_signal(signal.SIGHUP)
+            wait_until(lambda: "the other workers are not replaced" in run.log(), what=run.log)
+            run.process.send_signal(signal.SIGTERM)
+            run.end()
+
+
+def test_the_log_says_why_a_worker_cannot_start_its_lifespan(folder: Path) -> None:
+    program = (folder / "shop.py").read_text()
+    failing = program.replace(
+        "    yield\n", "    raise ConnectionRefusedError('no database')\n    yield\n", 1
+    )
+    (folder / "shop.py").write_text(failing)
+    with Run(folder, "shop:app") as run:
+        wait_until(lambda: "is started again" in run.log(), what=run.log)
+        assert "ConnectionRefusedError: no database" in run.log()
+        assert "exited with status 1" in run.log()
+
+
+def test_without_descriptors_some_workers_wait_and_the_others_run(folder: Path) -> None:
+    with Run(folder, "--workers=8", "shop:app", descriptors=16) as run:
+        # Later each time.
+        wait_until(lambda: "is started again in 1 s" in run.log(), what=run.log)
+        assert "cannot be started: [Errno 24] Too many open files" in run.log()
+        assert "Traceback" not in run.log()
+        run.process.send_signal(signal.SIGTERM)
+        run.end()
 
 
 @pytest.mark.parametrize(

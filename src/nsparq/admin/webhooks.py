@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from nsparq.admin.collect.upstream import RequestFailed, Upstream
+from nsparq.admin.collect.upstream import Upstream
 from nsparq.admin.health import Problem, Severity
 from nsparq.tasks import cancel_all
 
@@ -217,8 +217,9 @@ class Webhook:
             answer = await self._upstream.exchange(
                 "POST", self._url, body, content_type="application/json", headers=headers
             )
-        except RequestFailed as error:
-            reason, refused = str(error).rpartition('": ')[2], False
+        except Exception as error:
+            # Whatever it is, the next attempt may work.
+            reason, refused = str(error).rpartition('": ')[2] or type(error).__name__, False
         else:
             if 200 <= answer.status < 300:
                 if self.error:

@@ -39,10 +39,10 @@ as set_changed() or set_unchanged()."""
 
 
 class Fenced(NsparqError):
-    """Another node is primary."""
+    """Another node is primary, or may be."""
 
-    def __init__(self) -> None:
-        super().__init__("another node has taken over; this one acknowledges nothing any more")
+    def __init__(self, reason: str = "another node has taken over") -> None:
+        super().__init__(f"{reason}; this node acknowledges nothing any more")
 
 
 class Acknowledging:
@@ -51,7 +51,7 @@ class Acknowledging:
     def __init__(self, membership: Membership, change_set: ChangeSet) -> None:
         self.membership = membership
         """As the coordinator has it, as far as this node knows."""
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         """Why nothing is acknowledged any more."""
         self._wanted: Membership | None = None
         """The record that the coordinator was asked for and may have by now."""
@@ -83,7 +83,7 @@ class Acknowledging:
     def when_safe(self, done: Done) -> None:
         """Call `done` once all changes so far are safe."""
         self._waiting.append((self._recorded, done))
-        if self._recorded <= self._safe or not self._required or self._error is not None:
+        if self._recorded <= self._safe or not self._required or self.error is not None:
             self._acknowledge()
 
     def when_synced(self, number: int, done: Done) -> None:
@@ -93,8 +93,8 @@ class Acknowledging:
 
     @property
     def is_fenced(self) -> bool:
-        """Whether another node has taken over."""
-        return isinstance(self._error, Fenced)
+        """Whether another node has taken over, or may have."""
+        return isinstance(self.error, Fenced)
 
     @property
     def is_changing(self) -> bool:
@@ -126,12 +126,12 @@ class Acknowledging:
         return self.may_take_over(name) and self._copies[name] != copy
 
     def _acknowledge(self) -> None:
-        if self._error is not None:
+        if self.error is not None:
             waiting = [*self._waiting, *self._awaited_syncs]
             self._waiting.clear()
             self._awaited_syncs.clear()
             for _, done in waiting:
-                done(self._error)
+                done(self.error)
             return
         made, synced = self.safe
         self._safe = made
@@ -151,7 +151,7 @@ class Acknowledging:
 
     def refuse(self, error: Exception) -> None:
         """Acknowledge nothing any more: everybody who waits, or will, gets the error."""
-        self._error = self._error or error
+        self.error = self.error or error
         self._acknowledge()
 
     # followers
@@ -183,7 +183,7 @@ class Acknowledging:
         """Ask for the set as it should be, unless an answer is awaited."""
         complete = [name for name in self._caught_up if self._has_all(self._confirmed[name])]
         should_be = (self.membership.in_sync & self._caught_up) | {self.membership.primary, *complete}
-        if self._wanted is None and self._error is None and should_be != self.membership.in_sync:
+        if self._wanted is None and self.error is None and should_be != self.membership.in_sync:
             self._wanted = self.membership.with_copies({name: self._copies[name] for name in should_be})
             self._change_set(self._wanted)
         self._required = self._find_required()

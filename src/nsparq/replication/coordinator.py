@@ -38,7 +38,8 @@ class Coordinator(Protocol):
     """The record of one cluster. All calls raise NoAnswer."""
 
     async def observe(self) -> State:
-        """Never an older state than another node has seen."""
+        """Never an older state than another node has seen. Raises ValueError if this version does
+        not know the form of the record."""
 
     async def compare_and_set(self, version: int, wanted: Membership) -> Found | None:
         """Replace the record that has this version; 0 if there must be none. Gives the new record,

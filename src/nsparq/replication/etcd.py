@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from nsparq.fetch import FetchError, fetch
@@ -31,12 +32,15 @@ class Etcd:
     async def observe(self) -> State:
         wanted = [{"request_range": {"key": key}} for key in (self._record, self._alive)]
         answer = await self._call("kv/txn", {"success": wanted})
-        record, alive = (one["response_range"].get("kvs", []) for one in answer["responses"])
-        found = None
-        if record:
-            membership = Membership.from_json(b64decode(record[0]["value"]))
-            found = Found(membership, int(record[0]["mod_revision"]))
-        return State(found, b64decode(alive[0]["value"]).decode() if alive else "")
+        text, version, name = b"", 0, ""
+        with _understanding(answer):
+            record, alive = (one["response_range"].get("kvs", []) for one in answer["responses"])
+            # etcd leaves an empty value out.
+            if record:
+                text, version = b64decode(record[0].get("value", "")), int(record[0]["mod_revision"])
+            if alive:
+                name = b64decode(alive[0].get("value", "")).decode()
+        return State(Found(Membership.from_json(text), version) if version else None, name)
 
     async def compare_and_set(self, version: int, wanted: Membership) -> Found | None:
         # A key that does not exist has the revision 0.
@@ -48,18 +52,20 @@ class Etcd:
         }
         put = {"request_put": {"key": self._record, "value": b64encode(wanted.to_json()).decode()}}
         answer = await self._call("kv/txn", {"compare": [compare], "success": [put]})
-        if not answer.get("succeeded"):
-            return None
-        return Found(wanted, int(answer["header"]["revision"]))
+        with _understanding(answer):
+            revision = int(answer["header"]["revision"])
+            return Found(wanted, revision) if answer.get("succeeded") else None
 
     async def keep_alive(self, name: str) -> None:
         if self._lease:
             answer = await self._call("lease/keepalive", {"ID": self._lease})
-            if int(answer["result"].get("TTL", 0)) > 0:
-                return
+            with _understanding(answer):
+                if int(answer["result"].get("TTL", 0)) > 0:
+                    return
         # etcd counts in whole seconds.
         answer = await self._call("lease/grant", {"TTL": str(max(1, round(self._alive_s)))})
-        self._lease = answer["ID"]
+        with _understanding(answer):
+            self._lease = answer["ID"]
         put = {"key": self._alive, "value": _text(name), "lease": self._lease}
         await self._call("kv/put", put)
 
@@ -89,6 +95,16 @@ class Etcd:
                 failures.append(str(error))
             self._urls.append(self._urls.pop(0))
         raise NoAnswer(f"etcd does not answer: {'; '.join(failures)}")
+
+
+@contextmanager
+def _understanding(answer: object) -> Iterator[None]:
+    """An answer without what etcd's has, such as an error of its gateway, is none."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        shown = json.dumps(answer)[:200]
+        raise NoAnswer(f"the answer of etcd cannot be understood: {shown}") from error
 
 
 def _text(value: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 from pathlib import Path
@@ -21,6 +20,7 @@ from nsparq.replication.frames import (
     Frame,
     FrameKind,
     encode_confirm,
+    is_proof,
     proof,
     send_frame,
     send_pings,
@@ -153,13 +153,15 @@ class Follower:
         answer = await link.take_from(SILENCE_S, FrameKind.WELCOME, FrameKind.REFUSED)
         if answer.kind is FrameKind.REFUSED:
             raise Refused(answer.text)
-        epoch, resumes, given, primary, copy = answer.fields("epoch", "resumes", "proof", "name", "copy")
-        if not hmac.compare_digest(str(given), proof(self._secret, "primary", nonce, str(primary))):
+        epoch, resumes, given, primary, copy = answer.fields(
+            epoch=int, resumes=bool, proof=str, name=str, copy=str
+        )
+        if not is_proof(given, self._secret, "primary", nonce, primary):
             raise BadFrame("the primary does not know the cluster's secret")
         if epoch < self.epoch:
             raise BadFrame(f"a primary of epoch {epoch}, after one of epoch {self.epoch}")
         link.reader.limit = MAX_FRAME
-        self.epoch, self._copy = epoch, str(copy)
+        self.epoch, self._copy = epoch, copy
         logger.info("REPLICATION: %s follows %s, epoch %d", self._name, primary, epoch)
         if not resumes:
             await self._syncing.close()

@@ -16,6 +16,7 @@ import hmac
 import json
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Protocol
@@ -104,12 +105,25 @@ class Frame:
         """What follows the number."""
         return self.data[_NUMBER.size :]
 
-    def fields(self, *names: str) -> list[Any]:
-        """These fields of JSON data. Raises BadFrame if one is missing."""
-        try:
+    def fields(self, **types: type) -> list[Any]:
+        """These fields of JSON data. Raises BadFrame if one is missing or has another type."""
+        with self.reading():
             found = json.loads(bytes(self.data))
-            return [found[name] for name in names]
-        except (ValueError, KeyError, TypeError) as error:
+            values = [found[name] for name in types]
+            for value, expected in zip(values, types.values(), strict=True):
+                if not isinstance(value, expected):
+                    raise TypeError
+                if isinstance(value, str):
+                    # Half a surrogate pair could not be written anywhere.
+                    value.encode()
+        return values
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Raises BadFrame if the peer's data leads to an error in the block."""
+        try:
+            yield
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise BadFrame(f"{self.kind.name} cannot be understood") from error
 
 
@@ -195,3 +209,7 @@ def proof(secret: bytes, side: str, challenge: bytes, name: str) -> str:
     """What only a node with the secret can answer to a challenge. `side` keeps one side's answer
     from being used by the other."""
     return hmac.new(secret, b"\0".join([side.encode(), challenge, name.encode()]), "sha256").hexdigest()
+
+
+def is_proof(given: str, secret: bytes, side: str, challenge: bytes, name: str) -> bool:
+    return hmac.compare_digest(given.encode(), proof(secret, side, challenge, name).encode())

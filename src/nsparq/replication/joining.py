@@ -13,7 +13,9 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from hashlib import blake2b
+from operator import attrgetter
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -58,16 +60,28 @@ def _digest(data: bytes) -> str:
     return blake2b(data, digest_size=_DIGITS // 2).hexdigest()
 
 
-def walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Every directory of the copy, with the names in it. Each node has some names of its own, which
-    are left out."""
-    for above, directories, names in os.walk(root):
-        within = "" if above == str(root) else Path(above).relative_to(root).as_posix() + "/"
-        if not within:
-            directories[:] = [one for one in directories if one not in _OWN and not one.startswith(LINKS)]
-            names = [one for one in names if one not in _OWN]
-        directories.sort()
-        yield within, directories, sorted(names)
+def walk(root: Path) -> Iterator[tuple[str, list[str], dict[str, int]]]:
+    """Every directory of the copy, with the names in it, and the inode numbers of files. Each node
+    has some names of its own, which are left out. Raises OSError."""
+    waiting = [""]
+    while waiting:
+        within = waiting.pop()
+        directories: list[str] = []
+        below: list[str] = []
+        names: dict[str, int] = {}
+        # A directory that is being removed may be gone.
+        with suppress(FileNotFoundError), os.scandir(f"{root}/{within}") as entries:
+            for entry in sorted(entries, key=attrgetter("name")):
+                if not within and (entry.name in _OWN or entry.name.startswith(LINKS)):
+                    continue
+                if not entry.is_dir():
+                    names[entry.name] = entry.inode()
+                    continue
+                directories.append(entry.name)
+                if not entry.is_symlink():
+                    below.append(f"{within}{entry.name}/")
+        yield within, directories, names
+        waiting += reversed(below)
 
 
 def inventory(files: Files, root: Path) -> dict[str, Kept]:

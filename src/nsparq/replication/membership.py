@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 _FORMAT: Final = 2
 
@@ -63,9 +63,17 @@ class Membership:
     @classmethod
     def from_json(cls, text: bytes) -> Membership:
         """Raises ValueError if this version does not know the form."""
-        fields = json.loads(text)
-        if (found := fields.get("format", _FORMAT)) != _FORMAT:
-            raise ValueError(f"the record has format {found}, and this version knows {_FORMAT}")
+        try:
+            fields = json.loads(text)
+            found = fields.get("format", _FORMAT)
+            if found == _FORMAT:
+                return cls._from_fields(fields)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"the record cannot be understood: {text[:200]!r}") from error
+        raise ValueError(f"the record has format {found}, and this version knows {_FORMAT}")
+
+    @classmethod
+    def _from_fields(cls, fields: Mapping[str, Any]) -> Membership:
         copies = fields["in_sync"]
         return cls(
             fields["epoch"],

@@ -125,7 +125,7 @@ class Node:
         """Whether the coordinator says now that this node is primary, in the epoch that it serves
         in."""
         try:
-            found = (await self._coordinator.observe()).found
+            found = (await self._observe()).found
         except NoAnswer:
             return False
         primary = self.primary
@@ -164,7 +164,7 @@ class Node:
         try:
             while True:
                 try:
-                    state = await self._coordinator.observe()
+                    state = await self._observe()
                     self._silence = ""
                     self.membership = state.found.membership if state.found is not None else None
                     if self.membership is not None:
@@ -193,6 +193,13 @@ class Node:
             self.follower = None
             await _end(following)
             await follower.close()
+
+    async def _observe(self) -> State:
+        """Raises NoAnswer, for a record that this version does not know, too."""
+        try:
+            return await self._coordinator.observe()
+        except ValueError as error:
+            raise NoAnswer(str(error)) from error
 
     def _should_take_over(self, state: State) -> bool:
         name = self.settings.name
@@ -313,7 +320,7 @@ class Node:
     async def _stop(self, server: Server, primary: Primary) -> None:
         """Stop serving, and let the followers have the last changes: then one of them takes over as
         after a clean stop."""
-        self._show("another node has taken over" if primary.acknowledging.is_fenced else "handing over")
+        self._show(str(primary.acknowledging.error or "handing over"))
         refuse_late = asyncio.get_running_loop().call_later(
             HAND_OVER_S, primary.acknowledging.refuse, NotPossible("this node stops")
         )
@@ -348,7 +355,20 @@ class _Record:
 
     def change_set(self, wanted: Membership) -> None:
         """See acknowledging.ChangeSet."""
-        self._changing = asyncio.create_task(self._change(wanted))
+        self._changing = asyncio.create_task(self._or_end(self._change(wanted)))
+
+    async def _or_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """An error of the work ends the role. A node of a later version may have written the
+        record."""
+        try:
+            await work
+        except Exception as error:
+            self.error = f"{error}"
+            logger.error(
+                "REPLICATION: this node ends its role: %s", error,
+                exc_info=not isinstance(error, ValueError),
+            )  # fmt: skip
+            self._fence(f"nobody knows whether this node is still primary: {error}")
 
     async def _change(self, wanted: Membership) -> None:
         names = ", ".join(sorted(wanted.in_sync))
@@ -376,12 +396,15 @@ class _Record:
             logger.warning("REPLICATION: %s", error)
         self.error = str(error)
 
-    def _fence(self) -> None:
-        self.primary.acknowledging.refuse(Fenced())
+    def _fence(self, *reason: str) -> None:
+        self.primary.acknowledging.refuse(Fenced(*reason))
         self._fenced()
 
     async def keep_alive(self, name: str, interval_s: float) -> None:
         """Give signs of life, until another node has taken over."""
+        await self._or_end(self._keep_alive(name, interval_s))
+
+    async def _keep_alive(self, name: str, interval_s: float) -> None:
         mine = self._found.membership
         while True:
             try:

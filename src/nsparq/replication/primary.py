@@ -4,7 +4,6 @@ made."""
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from nsparq.replication.frames import (
     BadFrame,
     Frame,
     FrameKind,
+    is_proof,
     proof,
     send_frame,
     send_pings,
@@ -173,29 +173,31 @@ class Primary:
         challenge = secrets.token_bytes(16)
         send_frame(link, Frame(FrameKind.CHALLENGE, challenge))
         hello = await link.take(FrameKind.HELLO)
-        version, name, given, nonce, epoch, number = hello.fields(
-            "version", "name", "proof", "nonce", "epoch", "number"
-        )
-        if not hmac.compare_digest(str(given), proof(self._secret, "follower", challenge, str(name))):
+        version, name, given = hello.fields(version=int, name=str, proof=str)
+        if not is_proof(given, self._secret, "follower", challenge, name):
             send_frame(link, Frame(FrameKind.REFUSED, b"it has another secret than the primary"))
             raise BadFrame("the follower does not know the cluster's secret")
         if version != VERSION:
             self._refuse(link, name, f"the primary speaks version {VERSION} of the protocol, not {version}")
-        process, copy = map(str, hello.fields("process", "copy"))
-        earlier = self._followers.get(str(name))
+        epoch, number, process, copy, nonce = hello.fields(
+            epoch=int, number=int, process=str, copy=str, nonce=str
+        )
+        membership = self.acknowledging.membership
+        with hello.reading():
+            own_proof = proof(self._secret, "primary", bytes.fromhex(nonce), membership.primary)
+        earlier = self._followers.get(name)
         if earlier is not None and earlier.process != process:
             host = earlier.link.transport.get_extra_info("peername")[0]
             reason = f"another node with the name {name!r} is connected, from {host}"
             self._refuse(link, name, f"{reason}: give each node a --replication-name of its own")
         if earlier is not None:
             earlier.end("it has connected again")
-        membership = self.acknowledging.membership
         resumes = epoch == membership.epoch and self._feed.since(number) is not None
         if not resumes:
             copy = new_copy_id()
         if self.acknowledging.is_fenced or epoch > membership.epoch:
             self._refuse(link, name, "this node is no longer primary")
-        if self.acknowledging.needs_other_copy(str(name), copy):
+        if self.acknowledging.needs_other_copy(name, copy):
             # It would change its data path, which may be the last copy of what was acknowledged. Or
             # another node of that name has the copy.
             self._refuse(link, name, "it is still in the in-sync set, and must leave that first; try again")
@@ -203,12 +205,12 @@ class Primary:
         welcome = {
             "epoch": membership.epoch,
             "resumes": resumes,
-            "proof": proof(self._secret, "primary", bytes.fromhex(nonce), membership.primary),
+            "proof": own_proof,
             "name": membership.primary,
             "copy": copy,
         }
         send_frame(link, Frame.of_fields(FrameKind.WELCOME, welcome))
-        return _Follower(str(name), process, copy, self._feed, link), int(number) if resumes else None
+        return _Follower(name, process, copy, self._feed, link), number if resumes else None
 
     def _refuse(self, link: Link, name: str, reason: str) -> NoReturn:
         send_frame(link, Frame(FrameKind.REFUSED, reason.encode()))
@@ -252,24 +254,29 @@ class Primary:
 
     async def _take_inventory(self, link: Link) -> dict[str, Kept]:
         """The files that a follower has. It reads all of them first, and shows that it is alive."""
-        (files,) = (await link.take_from(self._silence, FrameKind.INVENTORY)).fields("files")
-        return {name: Kept(int(size), str(digests)) for name, (size, digests) in files.items()}
+        frame = await link.take_from(self._silence, FrameKind.INVENTORY)
+        (files,) = frame.fields(files=dict)
+        with frame.reading():
+            return {name: Kept(int(size), str(digests)) for name, (size, digests) in files.items()}
 
     async def _send_snapshot(self, follower: _Follower, inventory: dict[str, Kept]) -> int:
         """Gives the number of changes that the follower must make, so that no byte of the snapshot
         is newer than its data path."""
-        with self.files.frozen() as open_files:
-            self._flush()
-            snapshot = Snapshot(self.files, self._root, open_files)
-        # From here on the follower gets all changes, too.
-        follower.position = self._feed.end
-        self._feed.confirmed(follower.name, follower.position)
         link = follower.link
-        send_frame(link, Frame.of_number(FrameKind.JOINING, follower.position))
-        logger.info("REPLICATION: sending a snapshot to %s", follower)
-        due = self._loop.time()
-        sent = 0
+        snapshot = Snapshot(self.files, self._root)
         try:
+            await asyncio.to_thread(snapshot.link, link.is_closing)
+            _check(link)
+            with self.files.frozen() as open_files:
+                self._flush()
+                snapshot.take(open_files)
+            # From here on the follower gets all changes, too.
+            follower.position = self._feed.end
+            self._feed.confirmed(follower.name, follower.position)
+            send_frame(link, Frame.of_number(FrameKind.JOINING, follower.position))
+            logger.info("REPLICATION: sending a snapshot to %s", follower)
+            due = self._loop.time()
+            sent = 0
             changes = snapshot.changes(inventory)
             while True:
                 compared = snapshot.compared
@@ -277,8 +284,7 @@ class Primary:
                 if not data:
                     break
                 sent += len(data)
-                if link.is_closing():
-                    raise ConnectionResetError("the connection has ended")
+                _check(link)
                 send_frame(link, Frame(FrameKind.SNAPSHOT, data))
                 async with asyncio.timeout(STALLED_S):
                     await link.drain()
@@ -342,6 +348,12 @@ class _Follower:
         if not self.link.is_closing():
             logger.warning("REPLICATION: disconnecting %s: %s", self, reason)
             self.link.transport.abort()
+
+
+def _check(link: Link) -> None:
+    """Raises OSError if it has ended."""
+    if link.is_closing():
+        raise ConnectionResetError("the connection has ended")
 
 
 def _next_piece(changes: Iterator[Change], snapshot: Snapshot) -> bytes:

@@ -1,9 +1,10 @@
 """The data path of a primary at one moment, for a follower that is new or was away.
 
 A snapshot holds the names of that moment by hard links, so files may be renamed and removed while
-it is read. Their bytes are read later and may be newer. That does no harm: the follower makes all
-changes since that moment, in order, and each writes its bytes at the same place again. So after
-those changes it has what the primary has.
+it is read. Most links are made before that moment, because the primary stands still in it. The
+bytes are read later and may be newer. That does no harm: the follower makes all changes since that
+moment, in order, and each writes its bytes at the same place again. So after those changes it has
+what the primary has.
 
 A snapshot consists of changes, too. The follower makes them like any others.
 """
@@ -11,12 +12,13 @@ A snapshot consists of changes, too. The follower makes them like any others.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
-from typing import Final
+from typing import Final, NamedTuple
 
 from nsparq.replication.changes import Change, Kind
 from nsparq.replication.joining import BLOCK, LINKS, NOTHING, Kept, walk
@@ -26,48 +28,76 @@ _FIRST_NUMBER: Final = 1 << 31
 """The primary's own numbers of files do not reach this."""
 
 
+class _Link(NamedTuple):
+    inode: int
+    """Of the file. No other file gets this number as long as there is the link."""
+    modified_ns: int
+    place: int
+    """Name of the link."""
+
+
 class Snapshot:
-    """Takes the snapshot when it is made. `close()` removes the links.
+    """link() in a thread, then take(), then changes(). `close()` removes the links."""
 
-    The caller notes in `frozen()` of the same files which changes the snapshot includes.
-    """
-
-    def __init__(self, files: PrimaryFiles, root: Path, open_files: dict[int, int]) -> None:
-        """Call it inside of `files.frozen()`, with what that gives."""
+    def __init__(self, files: PrimaryFiles, root: Path) -> None:
         self._files = files
+        self._root = root
         self._links = Path(mkdtemp(prefix=LINKS, dir=root))
+        self._linked: dict[str, _Link] = {}
+        """By the names that the files had when they were linked."""
+        self._places = count()
         self._directories: list[str] = []
-        self._names: list[tuple[int, str]]
-        """Names of links and of their files. The oldest is first: sealed segments do not change any
-        more, and what changes is read late."""
-        self._open: dict[int, str | None] = {}
-        """Files that the primary has open. None for a file without a name."""
+        self._names: dict[str, _Link] = {}
+        """Names of the files at the moment of the snapshot."""
+        self._open: dict[int, int] = {}
+        """Inodes of the files that the primary has open."""
         self.compared = 0
         """Bytes that were read and need not be sent."""
-        names: dict[tuple[int, int], str] = {}
-        ages: list[tuple[int, int, str]] = []
-        for within, directories, found in walk(root):
+
+    def link(self, should_end: Callable[[], bool] = lambda: False) -> None:
+        """Link files while the primary goes on: take() finds most of them linked."""
+        for within, _, names in walk(self._root):
+            for name in names:
+                if should_end():
+                    return
+                self._link(within + name)
+
+    def take(self, open_files: Mapping[int, int]) -> None:
+        """Take the snapshot. Call it inside of `files.frozen()`, with what that gives. The caller
+        notes there which changes the snapshot includes."""
+        for within, directories, names in walk(self._root):
             self._directories += [within + one for one in directories]
-            for name in (within + one for one in found):
-                # A directory that is being removed loses its files meanwhile.
-                with suppress(FileNotFoundError):
-                    link = self._links / str(len(ages))
-                    os.link(root / name, link)
-                    status = os.stat(link)
-                    names[_identity(status)] = name
-                    ages.append((status.st_mtime_ns, len(ages), name))
-        self._names = [(place, name) for _, place, name in sorted(ages)]
-        for number, fd in open_files.items():
-            self._open[number] = names.get(_identity(os.fstat(fd)))
+            for one, inode in names.items():
+                name = within + one
+                link = self._linked.get(name)
+                if link is None or link.inode != inode:
+                    link = self._link(name)
+                if link is not None:
+                    self._names[name] = link
+        self._open = {number: os.fstat(fd).st_ino for number, fd in open_files.items()}
+
+    def _link(self, name: str) -> _Link | None:
+        # A directory that is being removed loses its files meanwhile.
+        with suppress(FileNotFoundError):
+            place = next(self._places)
+            os.link(f"{self._root}/{name}", f"{self._links}/{place}")
+            status = os.stat(f"{self._links}/{place}")
+            self._linked[name] = link = _Link(status.st_ino, status.st_mtime_ns, place)
+            return link
+        return None
 
     def changes(self, inventory: Mapping[str, Kept]) -> Iterator[Change]:
         """What makes a data path with these files equal to the snapshot, synced. Reads the files on
         the way."""
         for name in self._directories:
             yield Change.of_name(Kind.MAKE_DIRECTORY, name)
-        for place, name in self._names:
-            yield from self._file(place, name, inventory.get(name, NOTHING))
-        for number, open_name in self._open.items():
+        # The oldest first: sealed segments do not change any more, and what changes is read late.
+        for name, link in sorted(self._names.items(), key=_age):
+            yield from self._file(link.place, name, inventory.get(name, NOTHING))
+        # There are no hard links between file systems, so numbers of inodes are enough.
+        by_inode = {link.inode: name for name, link in self._names.items()}
+        for number, inode in self._open.items():
+            open_name = by_inode.get(inode)
             yield Change.of_name(Kind.OPEN, open_name or LINKS, file=number)
             if open_name is None:
                 # What the primary still writes there is seen by nobody.
@@ -102,5 +132,5 @@ def remove_left_links(root: Path) -> None:
         rmtree(path)
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
+def _age(item: tuple[str, _Link]) -> tuple[int, int]:
+    return item[1].modified_ns, item[1].place

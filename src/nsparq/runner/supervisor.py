@@ -67,6 +67,8 @@ class _Worker:
     """It was told to stop, to be started again at once."""
     started_at: float = 0.0
     reported_at: float = 0.0
+    ended: int = 0
+    """Its processes that have ended, or could not be started."""
     failures: int = 0
     """Deaths in a row."""
     figures: list[metrics.Figures] = field(default_factory=list)
@@ -90,6 +92,8 @@ class Supervisor:
         self._replacing: asyncio.Task[None] | None = None
         self._failure: StartError | None = None
         self._is_clean = True
+        self._was_loaded = False
+        """Whether a worker could load the program."""
         self._was_ready = False
 
     async def run(self) -> int:
@@ -125,6 +129,7 @@ class Supervisor:
         """Run it, and start it again whenever it ends, until all stop."""
         while not self._stopping.is_set():
             status = await self._run_once(worker)
+            worker.ended += 1
             if self._stopping.is_set() or self._failure is not None:
                 return
             if worker.is_replaced:
@@ -133,7 +138,7 @@ class Supervisor:
             elif status == CANNOT_LOAD and self._plan.reload_dirs:
                 logger.warning("%s waits until a file is changed", worker)
                 await self._until_stop_or_change()
-            elif status == CANNOT_LOAD and not self._was_ready:
+            elif status == CANNOT_LOAD and not self._was_loaded:
                 # A wrong name or a mistake in the program: it would fail the same way again.
                 self._failure = StartError(f"{self._plan.target} cannot be loaded")
                 self._stop()
@@ -142,24 +147,14 @@ class Supervisor:
 
     async def _run_once(self, worker: _Worker) -> int:
         """Run a process to its end. Returns its status."""
-        reader, pipe = await _open_pipe()
-        plan = self._plan
         self._change.clear()
+        worker.started_at = worker.reported_at = time.monotonic()
         try:
-            # -P: a file of the user must not be imported in place of a module of the worker.
-            worker.process = process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "nsparq.runner.worker",
-                plan.target, str(pipe), str(plan.stop_timeout), plan.log_level,
-                stdin=asyncio.subprocess.PIPE,
-                pass_fds=(pipe,),
-                start_new_session=True,
-            )  # fmt: skip
+            process, reader = await self._spawn()
         except OSError as error:
             logger.error("%s cannot be started: %s", worker, error)
             return 1
-        finally:
-            os.close(pipe)
-        worker.started_at = worker.reported_at = time.monotonic()
+        worker.process = process
         logger.info("%s started", worker)
         if self._stopping.is_set():
             self._tell_to_stop(worker)
@@ -175,6 +170,23 @@ class Supervisor:
         worker.process = None
         return status
 
+    async def _spawn(self) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+        """A process, and its reports. Raises OSError."""
+        plan = self._plan
+        reader, pipe = await _open_pipe()
+        try:
+            # -P: a file of the user must not be imported in place of a module of the worker.
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", "nsparq.runner.worker",
+                plan.target, str(pipe), str(plan.stop_timeout), plan.log_level,
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=(pipe,),
+                start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(pipe)
+        return process, reader
+
     async def _read_reports(self, worker: _Worker, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
             try:
@@ -186,6 +198,7 @@ class Supervisor:
     def _take_report(self, worker: _Worker, report: dict[str, Any]) -> None:
         worker.reported_at = time.monotonic()
         worker.figures, is_ready = report["subscriptions"], report["is_ready"]
+        self._was_loaded = True
         if is_ready and not worker.is_ready:
             logger.info("%s is ready", worker)
         worker.is_ready = is_ready
@@ -254,14 +267,17 @@ class Supervisor:
 
     async def _replace_each(self) -> None:
         for worker in self._workers:
-            old = worker.process
-            if old is None:
-                continue
-            worker.is_replaced = True
-            self._tell_to_stop(worker)
-            # The next one only when this one works again, or has failed.
-            while worker.process is old or (worker.process is not None and not worker.is_ready):  # noqa: ASYNC110  # a state, not an event
+            ended = worker.ended
+            if worker.process is not None:
+                worker.is_replaced = True
+                self._tell_to_stop(worker)
+                ended += 1
+            # The next one only when this one works again.
+            while worker.ended < ended or (worker.ended == ended and not worker.is_ready):  # noqa: ASYNC110  # a state, not an event
                 await asyncio.sleep(0.05)
+            if worker.ended > ended and not self._stopping.is_set():
+                logger.error("%s ended before it was ready: the other workers are not replaced", worker)
+                return
 
     async def _watch_files(self) -> None:
         watch = await asyncio.to_thread(FileWatch, self._plan.reload_dirs)

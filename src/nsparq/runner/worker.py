@@ -90,27 +90,28 @@ async def _serve(app: Subscriptions, pipe: int, grace: float) -> None:
     try:
         await app.start()
         while not stopping.is_set():
-            is_ready = await _report(writer, app)
+            is_ready = await _report(writer, app, stopping)
             try:
                 async with asyncio.timeout(REPORT_S if is_ready else START_S):
                     await stopping.wait()
             except TimeoutError:
                 pass
         await app.stop(grace)
-        await _report(writer, app)
-    except ConnectionError:
-        # The supervisor is gone: nobody reads reports.
-        await app.stop(grace)
+        await _report(writer, app, stopping)
     finally:
         writer.close()
 
 
-async def _report(writer: asyncio.StreamWriter, app: Subscriptions) -> bool:
+async def _report(writer: asyncio.StreamWriter, app: Subscriptions, stopping: asyncio.Event) -> bool:
     """Returns whether the worker is ready."""
     is_ready = all(one.consumer.is_ready for one in app.subscriptions)
     figures = [one.figures() for one in app.subscriptions]
     writer.write(json.dumps({"is_ready": is_ready, "subscriptions": figures}).encode() + b"\n")
-    await writer.drain()
+    try:
+        await writer.drain()
+    except ConnectionError:
+        # The supervisor is gone: nobody reads reports.
+        stopping.set()
     return is_ready
 
 

@@ -209,6 +209,16 @@ def test_a_failed_copy_is_reported_and_removes_nothing(
     assert {*published(nsqd, letters)} == {*range(COUNT)}
 
 
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "5.7", "true", '"x"', "null", "[]", "{}"])
+def test_what_is_no_whole_number_is_refused(admin: AdminThread, letters: str, number: str) -> None:
+    for path, body in (
+        (f"/api/copy/{letters}", '{"to": "q", "messages": [{"node": "n", "sequence": %s}]}'),
+        (f"/api/move/{letters}/review", '{"to": "q", "count": %s}'),
+        (f"/api/messages/{letters}", '{"body": "x", "defer_ms": %s}'),
+    ):
+        admin.call("POST", path, (body % number).encode()).expect_error(400, "INVALID_BODY")
+
+
 def test_an_impossible_move_is_refused_before_anything_is_published(
     nsqd: TestBroker, admin: AdminThread, letters: str
 ) -> None:

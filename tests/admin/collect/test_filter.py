@@ -114,6 +114,15 @@ def test_the_fields_of_a_dead_letter_are_those_inside_and_its_own() -> None:
     assert not Filter("order=18").matches(one)
 
 
+def test_whole_numbers_are_compared_exactly_however_large() -> None:
+    large = message(b'{"id": 9007199254740993, "huge": 1%s}' % (b"0" * 400))
+    assert Filter("id=9007199254740993").matches(large)
+    assert not Filter("id=9007199254740992").matches(large)
+    assert not Filter("huge=1").matches(large)
+    assert Filter(f"huge=1{'0' * 400}").matches(large)
+    assert Filter("huge>1").matches(large)
+
+
 def test_a_binary_body_has_text_and_no_fields() -> None:
     one = message(b"\xff\x00tea")
     assert Filter("tea").matches(one) and not Filter("a=1").matches(one)

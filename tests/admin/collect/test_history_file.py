@@ -9,14 +9,18 @@ import os
 import time
 import zipfile
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 
+from nsparq.admin.collect import history_file
 from nsparq.admin.collect.history import BLOCK, RANGES, Table
 from nsparq.admin.collect.history_file import HistoryFile
 from nsparq.errors import StartError
+from tests.support.aio import run, until
+from tests.support.polling import DEADLINE
 
 STEP_S = 5.0
 
@@ -130,7 +134,34 @@ def make_nonsense(path: Path) -> None:
         archive.writestr("about.json", json.dumps({"format": 1, "saved": 1, "tables": [1]}))
 
 
-@pytest.mark.parametrize("harm", [cut, flip, empty, make_newer, make_nonsense])
+def change_method(path: Path) -> None:
+    """One bit in the directory of the ZIP file: a member counts as compressed."""
+    content = bytearray(path.read_bytes())
+    place = content.rfind(b"PK\x01\x02") + 10
+    assert content[place] == zipfile.ZIP_STORED
+    content[place] = zipfile.ZIP_DEFLATED
+    path.write_bytes(content)
+
+
+def make_lzma(path: Path) -> None:
+    change_method(path)
+    content = bytearray(path.read_bytes())
+    content[content.rfind(b"PK\x01\x02") + 10] = zipfile.ZIP_LZMA
+    path.write_bytes(content)
+
+
+def make_huge(path: Path) -> None:
+    """More elements in an array than there is memory. Its checksum is looked at later."""
+    content = path.read_bytes()
+    shown, huge = b"'shape': (240,), }       ", b"'shape': (70000000000,), }"
+    shown = shown.ljust(len(huge))
+    assert content.count(shown) == 1
+    path.write_bytes(content.replace(shown, huge))
+
+
+@pytest.mark.parametrize(
+    "harm", [cut, flip, empty, make_newer, make_nonsense, change_method, make_lzma, make_huge]
+)
 def test_a_damaged_file_is_said_and_the_history_begins_anew(
     tmp_path: Path, harm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,3 +191,55 @@ def test_a_failed_save_keeps_the_last_file_and_is_said(tmp_path: Path) -> None:
 def test_a_directory_that_is_not_there_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="--history-path: the directory .* cannot be written to"):
         load(tmp_path / "nowhere" / "history", table())
+
+
+def test_a_save_that_fails_for_another_reason_is_said_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A ZIP file has no dates before 1980."""
+    monkeypatch.setattr("nsparq.admin.collect.history_file.SAVE_S", 0.01)
+
+    async def scenario() -> None:
+        file = HistoryFile(tmp_path / "history", {"one": polled()}, lambda: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "localtime", lambda *_: time.gmtime(0))
+            file.start()
+            await until(lambda: file.failures > 1)
+        assert "before 1980" in file.error
+        await until(lambda: file.saved_s)
+        assert file.error == ""
+        await file.close()
+
+    run(scenario())
+    assert "cannot write" in caplog.text
+    back = table()
+    load(tmp_path / "history", back)
+    assert len(back)
+
+
+def test_what_comes_during_a_save_is_saved_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nsparq.admin.collect.history_file.SAVE_S", 0.01)
+    more, began, may_end = ["one"], Event(), Event()
+    write = history_file._write_piece
+
+    def slow_write(*arguments: Any) -> None:
+        began.set()
+        assert may_end.wait(DEADLINE)
+        write(*arguments)
+
+    monkeypatch.setattr("nsparq.admin.collect.history_file._write_piece", slow_write)
+
+    async def scenario() -> None:
+        file = HistoryFile(tmp_path / "history", {"one": polled()}, lambda: [*more])
+        file.start()
+        await until(began.is_set)
+        more.append("two")
+        closing = asyncio.create_task(file.close())
+        await until(file._closing.is_set)
+        may_end.set()
+        await closing
+
+    run(scenario())
+    assert load(tmp_path / "history", table()) == ["one", "two"]

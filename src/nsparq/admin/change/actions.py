@@ -285,7 +285,8 @@ class Notifier:
             body = await self._waiting.get()
             try:
                 await self._upstream.exchange("POST", self._endpoint, body, content_type="application/json")
-            except RequestFailed as error:
+            except Exception as error:
+                # Whatever it is, the next one may arrive.
                 logger.warning("notifications: %s: %s", without_secrets(self._endpoint), error)
             finally:
                 self._waiting.task_done()

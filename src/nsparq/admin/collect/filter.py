@@ -152,5 +152,6 @@ def _text(value: Any) -> str:
 
 def _equals(value: Any, wanted: str) -> bool:
     if isinstance(value, int | float) and not isinstance(value, bool) and _NUMBER.fullmatch(wanted):
-        return float(value) == float(wanted)
+        # A whole number may be too large for a float.
+        return value == (int(wanted) if wanted.isdigit() else float(wanted))
     return _text(value) == wanted

@@ -16,7 +16,6 @@ import asyncio
 import json
 import logging
 import os
-import struct
 import time
 import zipfile
 from collections.abc import Callable, Mapping
@@ -44,21 +43,6 @@ ABOUT: Final = "about.json"
 
 class _Unusable(Exception):
     """The file cannot be used. The text says why."""
-
-
-DAMAGE: Final = (
-    _Unusable,
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    RuntimeError,
-    struct.error,
-    zipfile.BadZipFile,
-)
-"""What reading a file with any content may raise."""
 
 
 class HistoryFile:
@@ -91,8 +75,9 @@ class HistoryFile:
         except FileNotFoundError:
             logger.info("history: %s does not exist yet", self._path)
             return None
-        except DAMAGE as error:
-            logger.error("history: cannot use %s, so the charts start empty: %s", self._path, error)
+        except Exception as error:
+            # A damaged file may lead to any error, also of a decompressor, or to one of memory.
+            logger.error("history: cannot use %s, so the charts start empty: %s", self._path, _text(error))
             return None
         for name, table in self._tables.items():
             if saved := about["tables"].get(name):
@@ -132,10 +117,12 @@ class HistoryFile:
 
     async def _run(self) -> None:
         while not self._closing.is_set():
-            with suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(max(SAVE_S, MOST_BUSY * self._took_s)):
                     await self._closing.wait()
-            await self.save()
+            except TimeoutError:
+                await self.save()
+        await self.save()
 
     async def save(self) -> None:
         """In pieces: the loop copies one, and a thread writes it. A failure shows in `error`."""
@@ -143,9 +130,10 @@ class HistoryFile:
         try:
             await self._write()
             self.error, self.saved_s = "", time.time()
-        except OSError as error:
+        except Exception as error:
+            # Whatever it is, the next save may work.
             self.failures += 1
-            self.error = f"{error.strerror or error}"
+            self.error = _text(error)
             logger.error("history: cannot write %s: %s", self._path, self.error)
             with suppress(OSError):
                 self._new_path.unlink()
@@ -165,6 +153,10 @@ class HistoryFile:
             await asyncio.to_thread(os.fsync, file.fileno())
         os.replace(self._new_path, self._path)
         await asyncio.to_thread(Files().sync_directory, self._path.parent)
+
+
+def _text(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _write_piece(archive: zipfile.ZipFile, name: str, piece: Piece) -> None:

@@ -12,6 +12,7 @@ from nsparq.admin.collect.upstream import RequestFailed
 from nsparq.admin.options import TABLE, network
 from nsparq.admin.routing import describe_paths
 from nsparq.admin.show.api.table import TEXT, UPSTREAM, Handlers, look, object_of
+from nsparq.fetch import without_secrets
 from nsparq.http.api import JSON_TYPE, TEXT_TYPE, ApiError, Endpoint, Param, Request, Response, Result
 from nsparq.http.config import LOG_LEVELS, parse_addresses, parse_log_level
 from nsparq.option_table import DURATION
@@ -28,6 +29,8 @@ MAX_VALUE: Final = 1 << 20
 OPTIONS: Final = {option.file_key: option for option in TABLE.options}
 HIDDEN: Final = ("auth_secret", "webhook_secret", "webhook_urls")
 """Options that /config does not show."""
+URLS: Final = ("graphite_url", "notification_http_endpoint")
+"""Options that it shows without user, password and query."""
 _CONFIG_ERRORS: Final = ((403, "FORBIDDEN"), (400, "INVALID_REMOTE_ADDR"), (400, "INVALID_OPTION"))
 
 
@@ -121,6 +124,8 @@ class Daemon(Handlers):
             return LOG_LEVELS.index(str(value)) + 1
         if option.kind is DURATION:
             return int(round(value * 1e9))
+        if key in URLS:
+            return without_secrets(value)
         shown: Result = list(value) if isinstance(value, tuple) else value
         return shown
 
@@ -166,7 +171,7 @@ class Daemon(Handlers):
             points = answer.json()[0]["datapoints"]
             value = points[0][0] if points else None
             rate = -1.0 if value is None else float(value) / interval
-        except (RequestFailed, LookupError, TypeError, ValueError) as error:
+        except (RequestFailed, LookupError, TypeError, ValueError, OverflowError) as error:
             logger.error("graphite request failed - %s", error)
             raise ApiError(500, "INTERNAL_ERROR") from error
         return {"rate": "N/A" if rate < 0 else f"{rate:.2f}"}

@@ -153,12 +153,9 @@ class Messages(Handlers):
         (topic,) = path_values(request)
         body = parse_body(request)
         wanted = body.get("messages")
-        if not isinstance(wanted, list):
+        if not isinstance(wanted, list) or not all(map(_names_message, wanted)):
             raise ApiError(400, "INVALID_BODY")
-        try:
-            chosen = [(str(one["node"]), int(one["sequence"])) for one in wanted]
-        except (LookupError, TypeError, ValueError):
-            raise ApiError(400, "INVALID_BODY") from None
+        chosen = [(one["node"], one["sequence"]) for one in wanted]
         copied = await self._admin.operations.copy(
             self._actor(request), self._access(request), topic, chosen, **_target(body)
         )
@@ -224,6 +221,13 @@ def _number(request: Request, name: str, default: int) -> int:
     if not (value.isascii() and value.isdigit()) or len(value) > 19:
         raise ApiError(400, f"INVALID_ARG_{name.upper()}")
     return int(value)
+
+
+def _names_message(value: Any) -> bool:
+    """Whether it has the node and the sequence number of a message."""
+    if not isinstance(value, dict):
+        return False
+    return type(value.get("node")) is str and type(value.get("sequence")) is int
 
 
 def _field(body: Mapping[str, Any], name: str, default: Any) -> Any:
