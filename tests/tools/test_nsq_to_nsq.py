@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from nsparq.client import Requeue
 from nsparq.names import VALID_NAME
 from nsparq.tools import nsq_to_nsq
-from nsparq.tools.nsq_to_nsq import JsonFilter
+from nsparq.tools.nsq_to_nsq import Copier, JsonFilter, NsqToNsqOptions
 from tests.support import BrokerProcess, TestBroker, start_broker, unique_name, wait_until
 from tests.support.aio import until
 from tests.support.scripted_nsqd import ScriptedNsqd
@@ -76,16 +78,108 @@ def test_headers_that_the_destination_does_not_know_are_not_dropped_unless_told(
 
     async def main() -> None:
         async with ScriptedNsqd() as other:
-            with copy(broker, f"--topic={topic}", to=other.address) as tool:
+            flags = (f"--topic={topic}", "--consumer-opt=max_attempts,0")
+            with copy(broker, *flags, to=other.address) as tool:
                 await asyncio.to_thread(tool.wait_for_log, "this nsqd does not support message headers")
                 assert await asyncio.to_thread(tool.terminate) == 0
             assert "PUB" not in str(other.commands)
-            with copy(broker, f"--topic={topic}", "--drop-headers", to=other.address) as tool:
+            with copy(broker, *flags, "--drop-headers", to=other.address) as tool:
                 await until(lambda: f"PUB {topic}" in other.commands)
                 await asyncio.to_thread(wait_until_drained, broker, topic, "c", 1)
                 assert await asyncio.to_thread(tool.terminate) == 0
 
     asyncio.run(main())
+
+
+def test_messages_without_headers_are_copied_beside_those_with_headers(
+    broker: TestBroker, topic: str
+) -> None:
+    plain = [b"plain%02d" % number for number in range(40)]
+    # Headers that a copy does not have need nothing of the destination.
+    publish_with_headers(broker, topic, plain[0], nsq_producer="p", nsq_epoch="1", nsq_number="1")
+    for part in (plain[1:20], plain[20:]):
+        broker.publish(topic, *part)
+        publish_with_headers(broker, topic, b"headed", tenant="acme")
+
+    async def main() -> None:
+        async with ScriptedNsqd() as other:
+            flags = (f"--topic={topic}", "--consumer-opt=max_attempts,2")
+            with copy(broker, *flags, to=other.address) as tool:
+                await asyncio.to_thread(wait_until_drained, broker, topic, "c", 42)
+                assert await asyncio.to_thread(tool.terminate) == 0
+                bodies = b"".join(body for peer in other.peers for body in peer.bodies)
+                assert [body for body in plain if body not in bodies] == [] and b"headed" not in bodies
+                counts = re.findall(r"(\d+) messages with headers were not .*--drop-headers", tool.err())
+                # Each of them twice.
+                assert sum(map(int, counts)) == 4
+                assert f"WARNING: {topic}/c: 2 messages were given up" in tool.err()
+
+    asyncio.run(main())
+
+
+@dataclass
+class Requeued:
+    """In place of a Message. Remembers how it was requeued."""
+
+    body: bytes
+    headers: dict[str, str]
+    answers: list[bool] = field(default_factory=list)
+    """For each time, whether with a back-off."""
+
+    def requeue(self, *, backoff: bool = True) -> None:
+        self.answers.append(backoff)
+
+
+def test_messages_that_no_destination_takes_do_not_slow_down_the_others() -> None:
+    """As a back-off would."""
+
+    async def main() -> None:
+        async with ScriptedNsqd() as other, ScriptedNsqd(publish="E_BAD_MESSAGE no") as refusing:
+            for address in (other.address, refusing.address):
+                options = NsqToNsqOptions(destination_nsqd_tcp_address=(address,))
+                copier = Copier(options)
+                message: Any = Requeued(b"one", {"tenant": "acme"} if address == other.address else {})
+                await copier.copy("t", [message])
+                await copier.close()
+                assert message.answers == [False]
+
+    asyncio.run(main())
+
+
+def test_messages_with_headers_go_to_the_destination_that_knows_them(broker: TestBroker, topic: str) -> None:
+    async def main() -> None:
+        async with ScriptedNsqd() as other:
+            with start_broker() as knows:
+                more = (f"--topic={topic}", f"--destination-nsqd-tcp-address={tcp(knows)}")
+                with copy(broker, *more, "--consumer-opt=max_attempts,2", to=other.address) as tool:
+                    await asyncio.to_thread(publish_with_headers, broker, topic, *[b"x"] * 50, tenant="acme")
+                    await asyncio.to_thread(wait_until_drained, broker, topic, "c", 50)
+                    assert count(knows, topic) == 50
+                    # The other one still gets its share.
+                    await asyncio.to_thread(broker.publish, topic, *[b"plain"] * 50)
+                    await asyncio.to_thread(wait_until_drained, broker, topic, "c", 100)
+                    assert await asyncio.to_thread(tool.terminate) == 0
+                    assert "given up" not in tool.err()
+                bodies = b"".join(body for peer in other.peers for body in peer.bodies)
+                assert (bodies.count(b"plain"), count(knows, topic)) == (25, 75)
+
+    asyncio.run(main())
+
+
+def test_a_message_that_is_refused_does_not_take_its_destination_out_of_the_pool(
+    broker: TestBroker, topic: str
+) -> None:
+    with start_broker(max_msg_size=100) as one, start_broker(max_msg_size=100) as two:
+        more = (f"--topic={topic}", f"--destination-nsqd-tcp-address={tcp(two)}")
+        with copy(broker, *more, "--consumer-opt=max_attempts,1", to=tcp(one)) as tool:
+            broker.publish(topic, b"x" * 101)
+            tool.wait_for_log(f"lost {tcp(one)}")
+            wait_until_drained(broker, topic, "c", 1)
+            broker.publish(topic, *[b"plain"] * 50)
+            wait_until_drained(broker, topic, "c", 51)
+            assert tool.terminate() == 0
+            assert f"WARNING: {topic}/c: 1 messages were given up" in tool.err()
+        assert (count(one, topic), count(two, topic)) == (25, 25)
 
 
 def test_messages_are_copied_to_another_topic(broker: TestBroker, topic: str) -> None:

@@ -417,6 +417,27 @@ def test_a_crash_at_any_byte_leaves_what_was_synced_before_it(
         target.unlink(missing_ok=True)
 
 
+def test_files_that_another_process_recovers_meanwhile_are_left_to_it(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_directories(tmp_path / "work")
+    for hour in range(3):
+        (tmp_path / "work" / f"t.h-000000.2026-01-31_0{hour}.log").write_bytes(b"%d\n" % hour)
+    real = os.open
+
+    def opened(path: Any, *arguments: Any) -> int:
+        if Path(path).name.endswith("_01.log"):
+            # Between the listing and this call.
+            monkeypatch.setattr(os, "open", real)
+            make(tmp_path, clock, moves=True).recover()
+        return real(path, *arguments)
+
+    monkeypatch.setattr(os, "open", opened)
+    make(tmp_path, clock, moves=True).recover()
+    assert [*tree(tmp_path / "out").values()] == [b"0\n", b"1\n", b"2\n"]
+    assert tree(tmp_path / "work") == {}
+
+
 def _member_ends(data: bytes) -> list[int]:
     ends, rest = [], data
     while rest:

@@ -19,11 +19,12 @@ from nsparq.errors import NsparqError
 from nsparq.fetch import Answer, FetchError, fetch
 from nsparq.tools.options import SCOPE_VARIABLE, SECRET_VARIABLE
 
-__all__ = ["NSQD", "NSQLOOKUPD", "AskFailed", "ChannelFigures", "Cluster", "Node", "objects"]
+__all__ = ["NSQD", "NSQLOOKUPD", "AskFailed", "ChannelFigures", "Cluster", "Node", "number_in", "objects"]
 
 logger = logging.getLogger(__name__)
 
 MAX_ANSWER = 64 << 20
+LARGEST = 1 << 64
 AT_A_TIME = 16
 NSQLOOKUPD, NSQD = "nsqlookupd", "nsqd"
 
@@ -257,17 +258,18 @@ def objects(answer: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
 
 
 def _figures(channel: Mapping[str, Any]) -> ChannelFigures:
-    found = {name: channel.get(name) for name in COUNTS}
-    counts = {name: value for name, value in found.items() if type(value) is int}
-    drain_s = _number(channel, "drain_time_s")
-    if drain_s is None and _number(channel, "drain_rate") is not None:
+    found = {name: number_in(channel, name) for name in COUNTS}
+    counts: dict[str, Any] = {name: value for name, value in found.items() if isinstance(value, int)}
+    drain_s = number_in(channel, "drain_time_s")
+    if drain_s is None and number_in(channel, "drain_rate") is not None:
         drain_s = math.inf
-    return ChannelFigures(**counts, age_s=_number(channel, "oldest_message_age_s"), drain_s=drain_s)
+    return ChannelFigures(**counts, age_s=number_in(channel, "oldest_message_age_s"), drain_s=drain_s)
 
 
-def _number(channel: Mapping[str, Any], name: str) -> float | None:
-    value = channel.get(name)
-    return value if type(value) in (int, float) else None
+def number_in(values: Mapping[str, Any], name: str) -> float | None:
+    """None if it is missing, or larger than any figure of an nsqd."""
+    value: Any = values.get(name)
+    return value if type(value) in (int, float) and abs(value) < LARGEST else None
 
 
 def _highest(one: float | None, other: float | None) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from nsparq.errors import NsparqError
 from nsparq.flags import FlagError, HelpWanted, UnknownFlag
 from nsparq.option_table import CommandLineExit, Option, OptionError
 from nsparq.tools.options import T, ToolTable, table_row
+from nsparq.tools.streams import run_with_output
 from nsparq.version import version_line
 
 __all__ = ["CommandTable", "run_command"]
@@ -194,6 +196,12 @@ def _entries(entries: Sequence[tuple[str, str]]) -> list[str]:
 def run_command(table: CommandTable[T], work: Callable[[T], int], argv: Sequence[str] | None = None) -> int:
     """The main function of a command. `work` returns the exit status; an NsparqError is status 1, a
     wrong command line is status 2."""
+    return run_with_output(
+        partial(_run, table, work, argv), lambda text: sys.stderr.write(f"{table.program}: {text}\n")
+    )
+
+
+def _run(table: CommandTable[T], work: Callable[[T], int], argv: Sequence[str] | None) -> int:
     # Only warnings: the output of a command is for people and scripts.
     logs.configure("warn", f"[{table.program}] ")
     try:

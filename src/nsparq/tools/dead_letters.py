@@ -120,7 +120,9 @@ def _scan(source: Source, options: DeadLetterFlags, address: str) -> dict[str, A
     start: int | None = 0
     while start is not None:
         part = source.ask("GET", address, "/dead_letters", start=str(start), **query)
-        start = part["next"]
+        begun, start = start, part.get("next")
+        if start is not None and start <= begun:
+            raise AskFailed(f"{address} is not an nsqd: /dead_letters begins again", 200)
         found["letters"] += part["letters"]
         found["foreign"] += part["foreign"]
         merge_groups(found["groups"], part["groups"], options.examples)
@@ -148,7 +150,8 @@ def _show(options: DeadLetterFlags, answers: Answers[dict[str, Any]], groups: li
     for group in groups:
         why.update({state: n for state, n in group["states"].items() if state not in ("ready", "redriven")})
         for example in group["examples"]:
-            body = example.get("body", f"base64 {example.get('body_base64')}")
+            body = example.get("body")
+            body = f"base64 {example.get('body_base64')}" if body is None else body
             body = body if len(body) <= MAX_BODY else body[:MAX_BODY] + "…"
             print(f"  {group['topic']}:{group['channel']} {group['reason']}, {example['id']}: {body!r}")
     if why:

@@ -57,13 +57,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         folder, files = find_files()
         chosen = _choose(files, arguments.names)
-        if arguments.list:
-            print(*chosen, sep="\n")
-        else:
+        if not arguments.list:
             _write(folder, chosen, arguments.write, arguments.force)
     except (OSError, _Refused) as error:
         print(f"nsparq deploy: {error}", file=sys.stderr)
         return 1
+    if arguments.list:
+        print(*chosen, sep="\n")
     return 0
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from nsparq.tools.cluster import objects
+from nsparq.tools.cluster import number_in, objects
 from nsparq.tools.source import Answers, Source
 
 __all__ = ["Poll", "add_rates", "poll"]
@@ -153,17 +153,16 @@ def _finished(row: Row) -> int:
 
 
 def _number(values: Mapping[str, Any], key: str) -> int:
-    found = values.get(key)
-    return found if type(found) is int else 0
+    found = number_in(values, key)
+    return found if isinstance(found, int) else 0
 
 
 def _add_lag(row: Row, channel: Mapping[str, Any]) -> None:
     """The oldest message of all nsqds, and the slowest of them. None if one does not know."""
     for key in LAG_KEYS:
-        value = channel.get(key)
+        value = number_in(channel, key)
         known = row.get(key, 0.0)
-        is_known = isinstance(value, int | float) and known is not None
-        row[key] = max(known, value) if is_known else None
+        row[key] = None if value is None or known is None else max(known, value)
 
 
 def _add(row: Row, values: Mapping[str, Any], keys: Sequence[str]) -> None:

@@ -37,14 +37,17 @@ class StoredMessage(NamedTuple):
 
 @dataclass(slots=True)
 class LogReader:
-    """A position in the log of a topic on one nsqd. Methods raise AskFailed."""
+    """A position in the log of a topic on one nsqd. start() comes first. Methods raise
+    AskFailed."""
 
     source: Source
     node: str
     topic: str
     incarnation: str = ""
     next: int = -1
-    """The next sequence number to read; -1 as long as the topic has not been seen there."""
+    """The next sequence number to read; -1 as long as the topic is not there."""
+    is_started: bool = False
+    """Whether the nsqd has said where its log ends, or that it has no such topic."""
     lost: int = 0
     """Messages that were not read: retention had removed them, or the disk has damaged them."""
 
@@ -60,12 +63,12 @@ class LogReader:
     def start(self, since_ns: int | None) -> None:
         """Go to the first message of this time or later, or to the end."""
         found = self.positions()
-        if found is None:
-            return
-        self.incarnation = found["incarnation"]
-        self.next = found["latest"]
-        if since_ns is not None:
-            self.next = self._search(found["earliest"], found["latest"], since_ns)
+        if found is not None:
+            start = found["latest"]
+            if since_ns is not None:
+                start = self._search(found["earliest"], start, since_ns)
+            self.incarnation, self.next = found["incarnation"], start
+        self.is_started = True
 
     def _search(self, low: int, high: int, wanted_ns: int) -> int:
         """The first number in [low, high) whose message is not older than `wanted_ns`."""
@@ -88,6 +91,12 @@ class LogReader:
 
     def read(self, until: int | None = None) -> Iterator[StoredMessage]:
         """The messages from the position on, up to the present end of the log or to `until`."""
+        for messages in self.answers(until):
+            yield from messages
+
+    def answers(self, until: int | None = None) -> Iterator[list[StoredMessage]]:
+        """As read(), one list for each answer. The position moves when the next one is wanted: a
+        failure then loses nothing."""
         while self.next >= 0 and (until is None or self.next < until):
             query = {"topic": self.topic, "from": str(self.next), "incarnation": self.incarnation}
             try:
@@ -98,23 +107,29 @@ class LogReader:
                 if not self._recover(error.code):
                     return
                 continue
-            self.lost += int(answer.headers["x-nsparq-lost"])
-            end = int(answer.headers["x-nsparq-next"])
+            try:
+                end, lost = (int(answer.headers[f"x-nsparq-{name}"]) for name in ("next", "lost"))
+                gaps = json.loads(answer.headers["x-nsparq-gaps"])
+                messages = [*self._messages(answer.body, gaps, until)]
+            except (KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
+                raise AskFailed(f"{self.node} sent an invalid batch of messages: {error}", 200) from error
+            self.lost += lost
             if end <= self.next:
                 return
-            gaps = json.loads(answer.headers["x-nsparq-gaps"])
-            yield from self._messages(answer.body, gaps, until)
-            self.next = end
+            yield messages
+            self.next = end if until is None else min(end, until)
 
     def _recover(self, code: str) -> bool:
-        """The log no longer has the position. Go to its start; False if the topic is gone."""
+        """The log does not have the position. Go to its start, or to its end if that was set back;
+        False if the topic is gone."""
         found = self.positions()
         if found is None:
             self.incarnation, self.next = "", -1
             return False
+        start = found["latest"] if code == "OFFSET_AHEAD" else found["earliest"]
         if found["incarnation"] == self.incarnation and code == "OFFSET_GONE":
-            self.lost += found["earliest"] - self.next
-        self.incarnation, self.next = found["incarnation"], found["earliest"]
+            self.lost += start - self.next
+        self.incarnation, self.next = found["incarnation"], start
         return True
 
     def _messages(self, data: bytes, gaps: list[list[int]], until: int | None) -> Iterator[StoredMessage]:
@@ -122,12 +137,15 @@ class LogReader:
         while position < len(data):
             magic, _, size, _, _, base, timestamp_ns, _, count, _ = HEADER.unpack_from(data, position)
             if magic not in MAGICS:
-                raise AskFailed(f"{self.node} sent an invalid batch of messages")
+                raise ValueError("unknown format")
             table = position + HEADER.size
             lengths = struct.unpack_from(f"<{count}I", data, table)
             ends = accumulate(lengths, initial=table + 4 * count)
             begin = next(ends)
-            blocks = _blocks(data, begin + sum(lengths), count) if magic == WITH_HEADERS else repeat(b"")
+            end_of_bodies = begin + sum(lengths)
+            if not end_of_bodies <= position + size <= len(data):
+                raise ValueError("wrong size")
+            blocks = _blocks(data, end_of_bodies, count) if magic == WITH_HEADERS else repeat(b"")
             for sequence, (end, block) in enumerate(zip(ends, blocks, strict=False), base):
                 is_wanted = self.next <= sequence and (until is None or sequence < until)
                 if is_wanted and not any(low <= sequence < high for low, high in gaps):
@@ -149,7 +167,7 @@ class LogReader:
             self.incarnation, self.next = "", -1
             return 0
         if self.next < 0:
-            # The topic is new here, and so are all of its messages.
+            # The nsqd did not have the topic before: all of its messages are new.
             self.incarnation, self.next = described["incarnation"], described["earliest"]
         return int(described["state"])
 

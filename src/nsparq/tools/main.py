@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
+from nsparq.tools.streams import run_with_output
 from nsparq.version import __version__
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -145,6 +146,10 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0 for success, 1 for a failure, 2 for a wrong command line."""
+    return run_with_output(partial(_main, argv), lambda text: sys.stderr.write(f"nsparq: {text}\n"))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     name, *arguments = (sys.argv[1:] if argv is None else list(argv)) or [""]
     known = {command.name: command for commands in COMMANDS.values() for command in commands}
     if name == "help" and arguments and arguments[0] in known:
@@ -173,19 +178,12 @@ def _run(command: Command, arguments: list[str]) -> int:
         run: Callable[[Sequence[str]], int] = getattr(
             importlib.import_module(command.module), command.function
         )
-        status = run(arguments)
-        sys.stdout.flush()
-        return status
+        return run(arguments)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "nsparq":
             raise
         package = f"nsparq[{command.extra}]" if command.extra else error.name
         sys.stderr.write(f"nsparq {command.name}: {error.name} is missing: pip install '{package}'\n")
-        return 1
-    except BrokenPipeError:
-        # The reader of our output has closed it. Python must not fail again when it flushes at
-        # exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130

@@ -108,6 +108,7 @@ def _create(options: ManageFlags) -> int:
             _require(source.ask_lookupds("/channel/create", **names))
 
     def make(address: str) -> object:
+        source.require_nsqd(address)
         source.ask("POST", address, "/topic/create", topic=options.topic)
         return source.ask("POST", address, f"/{kind}/create", **names)
 
@@ -145,10 +146,15 @@ def _delete(options: DangerousFlags) -> int:
     if not _agreed(f"Delete {shown}", options, whole=True):
         return 1
     source = Source(options)
+
+    def remove(address: str) -> object:
+        source.require_nsqd(address)
+        return source.ask("POST", address, f"/{kind}/delete", **names)
+
     nsqds = source.nsqds(options.topic)
     # nsqlookupd first, so that it sends no consumer to an nsqd meanwhile.
     lookupds = source.ask_lookupds(f"/{kind}/delete", **names)
-    found = source.each(nsqds, lambda address: source.ask("POST", address, f"/{kind}/delete", **names))
+    found = source.each(nsqds, remove)
     found.failed |= lookupds.failed
     if not found.done and not found.failed:
         raise AskFailed(f"{shown} does not exist", 404)

@@ -8,7 +8,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -207,6 +207,7 @@ def _tail(options: TailFlags) -> int:
     source, printer = Source(options), Printer(options)
     follows = options.follow or not options.since
     since_ns = int(parse_time(options.since) * 1e9) if options.since else None
+    begun_ns = time.time_ns()
     topics = list(dict.fromkeys(options.topic))
 
     def begin(node: str) -> list[LogReader]:
@@ -223,17 +224,21 @@ def _tail(options: TailFlags) -> int:
                 raise AskFailed(f"there is no topic {topic}")
             sys.stderr.write(f"nsparq tail: there is no topic {topic} yet; waiting for it\n")
     if since_ns is not None:
-        ends = [(reader, found_end) for reader in readers if (found_end := _end(reader))]
-        printer.show(heapq.merge(*(reader.read(until) for reader, until in ends)))
+        printer.show(heapq.merge(*(_stored(reader, found.failed) for reader in readers)))
         _report_lost(readers)
     if follows and printer.left:
-        _follow(source, options, readers, printer)
+        _follow(source, options, readers, printer, begun_ns if since_ns is None else since_ns)
     return found.report("nsparq tail")
 
 
-def _end(reader: LogReader) -> int | None:
-    positions = reader.positions() if reader.next >= 0 else None
-    return None if positions is None else int(positions["latest"])
+def _stored(reader: LogReader, failed: dict[str, AskFailed]) -> Iterator[StoredMessage]:
+    """The messages up to the present end of the log. A failure is noted: others are still shown."""
+    try:
+        positions = reader.positions() if reader.next >= 0 else None
+        if positions is not None:
+            yield from reader.read(positions["latest"])
+    except AskFailed as error:
+        failed[reader.node] = error
 
 
 def _report_lost(readers: Sequence[LogReader]) -> None:
@@ -244,8 +249,11 @@ def _report_lost(readers: Sequence[LogReader]) -> None:
             reader.lost = 0
 
 
-def _follow(source: Source, options: TailFlags, readers: list[LogReader], printer: Printer) -> None:
-    """Until it is interrupted, or has printed enough."""
+def _follow(
+    source: Source, options: TailFlags, readers: list[LogReader], printer: Printer, since_ns: int
+) -> None:
+    """Until it is interrupted, or has printed enough. An nsqd that could not be asked before may
+    have old messages: of those it prints what is not older than `since_ns`."""
     topics = list(dict.fromkeys(options.topic))
     wait_ms = min(WAIT_MS, int(options.timeout * 500))
     arrived: queue.Queue[list[StoredMessage] | AskFailed] = queue.Queue(100)
@@ -257,7 +265,9 @@ def _follow(source: Source, options: TailFlags, readers: list[LogReader], printe
         has_failed = False
         while True:
             try:
-                if messages := [*reader.read()]:
+                if not reader.is_started:
+                    reader.start(since_ns)
+                for messages in reader.answers():
                     arrived.put(messages)
                 _report_lost([reader])
                 state = reader.wait(state, wait_ms)

@@ -12,9 +12,20 @@ from functools import partial
 from time import monotonic
 from typing import Any, Final
 
-from nsparq.client import ClientError, Config, Consumer, Message, Producer, PublishFailed, Requeue
+from nsparq.client import (
+    ClientError,
+    Config,
+    Consumer,
+    HeadersNotSupported,
+    Message,
+    Producer,
+    PublishFailed,
+    Requeue,
+)
+from nsparq.headers import without_origin
 from nsparq.names import is_valid_name
 from nsparq.option_table import BOOL, INT, STRING, STRINGS, OptionError, opt
+from nsparq.private_random import private_random
 from nsparq.tools.hostpool import RoundRobin, make_pool
 from nsparq.tools.options import (
     SourceOptions,
@@ -33,6 +44,8 @@ logger = logging.getLogger(__name__)
 PROGRAM: Final = "nsq_to_nsq"
 BATCH_SIZE: Final = 200
 BATCH_BYTES: Final = 1 << 20
+REFUSED: Final = ("E_BAD_MESSAGE", "E_BAD_BODY")
+"""The message is at fault, and not the destination."""
 AT_A_TIME: Final = 4
 """Batches at a time, so that one is read while another waits for its acknowledgement."""
 
@@ -176,6 +189,8 @@ class Copier:
             options.require_json_field, options.require_json_value, options.whitelist_json_field
         )
         self._destination = options.destination_topic
+        self._without_headers: set[str] = set()
+        """Destinations that have refused messages with headers."""
 
     async def copy(self, topic: str, messages: list[Message]) -> None:
         """Requeues the messages that have to be tried again; the caller can finish all others."""
@@ -187,16 +202,31 @@ class Copier:
                 message.requeue()
                 continue
             if body is not None:
-                groups.setdefault(self._pool.pick(monotonic()), []).append((message, body))
+                groups.setdefault(self._pick(message), []).append((message, body))
         target = self._destination or topic
         await asyncio.gather(*(self._publish(address, target, group) for address, group in groups.items()))
+
+    def _pick(self, message: Message) -> str:
+        """The next destination; for a message with headers one that knows them, if there is one."""
+        address = self._pool.pick(monotonic())
+        if address in self._without_headers and _has_headers(message):
+            return self._instead_of(address)
+        return address
+
+    def _instead_of(self, address: str) -> str:
+        """A destination that has not refused headers; if all have, the same."""
+        others = [one for one in self._producers if one not in self._without_headers]
+        return private_random.choice(others) if others else address
 
     async def _publish(self, address: str, topic: str, group: list[tuple[Message, bytes]]) -> None:
         for part in _parts(group):
             try:
                 await self._publish_together(address, topic, part)
+            except HeadersNotSupported as error:
+                self._without_headers.add(address)
+                await self._publish_apart(address, topic, part, error)
             except PublishFailed as error:
-                if len(part) > 1 and error.code in ("E_BAD_MESSAGE", "E_BAD_BODY"):
+                if len(part) > 1 and error.code in REFUSED:
                     # One message is invalid: publish the others without it.
                     for single in part:
                         await self._publish(address, topic, [single])
@@ -204,6 +234,24 @@ class Copier:
                     self._failed(address, part, error)
             except ClientError as error:
                 self._failed(address, part, error)
+
+    async def _publish_apart(
+        self, address: str, topic: str, part: list[tuple[Message, bytes]], error: HeadersNotSupported
+    ) -> None:
+        """Messages without headers go to this destination, those with headers to another."""
+        headed = [one for one in part if _has_headers(one[0])] or part
+        if len(headed) < len(part):
+            await self._publish(address, topic, [one for one in part if not _has_headers(one[0])])
+        if (other := self._instead_of(address)) != address:
+            await self._publish(other, topic, headed)
+            return
+        logger.warning(
+            "%s: %d messages with headers were not published: %s; --drop-headers copies their bodies",
+            address, len(headed), error,
+        )  # fmt: skip
+        for message, _ in headed:
+            # The others need not wait for a back-off.
+            message.requeue(backoff=False)
 
     async def _publish_together(self, address: str, topic: str, part: list[tuple[Message, bytes]]) -> None:
         producer = self._producers[address]
@@ -215,14 +263,19 @@ class Copier:
             await producer.publish_many(topic, [body for _, body in part], headers=headers)
         now = monotonic()
         self._pool.report(address, True, now - began, now)
+        if address in self._without_headers and any(_has_headers(message) for message, _ in part):
+            # The nsqd there has been upgraded.
+            self._without_headers.discard(address)
         for _ in part:
             self._timings[address].add(now - began)
 
     def _failed(self, address: str, part: list[tuple[Message, bytes]], error: ClientError) -> None:
         logger.warning("%s: %d messages were not published: %s", address, len(part), error)
-        self._pool.report(address, False, 0.0, monotonic())
+        is_refused = isinstance(error, PublishFailed) and error.code in REFUSED
+        if not is_refused:
+            self._pool.report(address, False, 0.0, monotonic())
         for message, _ in part:
-            message.requeue()
+            message.requeue(backoff=not is_refused)
 
     def consumer(self, topic: str, options: NsqToNsqOptions) -> Consumer:
         async def handle(messages: list[Message]) -> None:
@@ -239,6 +292,11 @@ class Copier:
 
     async def close(self) -> None:
         await asyncio.gather(*(producer.stop() for producer in self._producers.values()))
+
+
+def _has_headers(message: Message) -> bool:
+    """Whether its copy will have headers."""
+    return bool(without_origin(message.headers))
 
 
 def _parts(group: list[tuple[Message, bytes]]) -> Iterator[list[tuple[Message, bytes]]]:

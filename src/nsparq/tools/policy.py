@@ -168,8 +168,8 @@ def _policy(options: PolicyFlags) -> int:
 
 def _shown(answer: Values) -> dict[str, Any]:
     return {
-        "policy": answer["policy"],
-        "effective": answer["effective"]["policy"],
+        "policy": answer.get("policy"),
+        "effective": answer["effective"].get("policy"),
         **{name: answer[name] for name in ("channel_policies",) if name in answer},
     }
 
@@ -196,7 +196,7 @@ def _print(options: PolicyFlags, before: Mapping[str, Values], found: Answers[Va
         sys.stderr.write(f"{PROGRAM}: the nodes disagree; `nsparq policy set` makes them equal\n")
     if options.action == "show":
         return
-    changed = [node for node, answer in found.done.items() if answer["policy"] != before[node]["policy"]]
+    changed = [node for node, answer in found.done.items() if answer.get("policy") != before[node]["policy"]]
     what = f"{options.channel or options.topic} on {_nodes(changed, len(found.done))}" if changed else ""
     if options.dry_run:
         print(f"This would change {what}." if what else "This would change nothing.")
@@ -206,13 +206,15 @@ def _print(options: PolicyFlags, before: Mapping[str, Values], found: Answers[Va
 
 def _entries(options: PolicyFlags, answer: Values) -> Iterator[tuple[str, Values | None, str]]:
     """Name, policy and its origin, for each line about one nsqd."""
-    policy = answer["effective"]["policy"]
+    policy = answer["effective"].get("policy")
     if options.channel:
-        origin = "own" if answer["policy"] is not None else "of the topic" if policy is not None else "none"
+        origin = (
+            "own" if answer.get("policy") is not None else "of the topic" if policy is not None else "none"
+        )
         yield options.channel, policy, origin
         return
     yield options.topic, policy, "own" if policy is not None else "none"
-    for name, own in answer["channel_policies"].items():
+    for name, own in (answer.get("channel_policies") or {}).items():
         yield f"{options.topic}/{name}", own, "own"
 
 

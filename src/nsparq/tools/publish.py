@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from nsparq.addresses import join_address, split_address
+from nsparq.addresses import heard_address, split_address
 from nsparq.client import Producer
 from nsparq.errors import StartError
 from nsparq.option_table import BOOL, DURATION, INT, STRING, STRINGS, OptionError, opt
@@ -100,14 +100,19 @@ def destinations(options: PublishFlags) -> list[str]:
         nodes = source.cluster.nodes(source.lookupds, options.topic) or source.cluster.nodes(source.lookupds)
         found = [node.tcp_address for node in nodes if node.tcp_address]
     else:
-        answers = source.each(source.nsqds(), lambda address: source.ask("GET", address, "/info"))
-        found = []
-        for address, info in answers.done.items():
-            host = (split_address(address) or ("", 0))[0]
-            found.append(join_address(host, info["tcp_port"]))
+        found = [*source.each(source.nsqds(), partial(_tcp_address, source)).done.values()]
     if not found:
         raise AskFailed(f"nsqlookupd {', '.join(source.lookupds)} knows no nsqd")
     return found[:1]
+
+
+def _tcp_address(source: Source, address: str) -> str:
+    """Of the nsqd at this HTTP address."""
+    port = source.ask("GET", address, "/info")["tcp_port"]
+    found = heard_address((split_address(address) or ("", 0))[0], port)
+    if found is None:
+        raise AskFailed(f"{address} names no TCP port: use --nsqd-tcp-address", 200)
+    return found
 
 
 async def records(options: PublishFlags, descriptor: int) -> AsyncIterator[list[bytes]]:

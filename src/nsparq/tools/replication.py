@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+from nsparq.addresses import heard_address, split_address
 from nsparq.option_table import BOOL, STRING, choice, opt
 from nsparq.tools.cluster import AskFailed
 from nsparq.tools.command_table import CommandTable, run_command
@@ -90,16 +91,32 @@ def _clusters(source: Source, wanted: str = "") -> tuple[dict[str, Status], Answ
 
 
 def _with_primaries(answers: Answers[Status], ask: Any) -> Iterable[Status]:
-    for status in answers.done.values():
+    for node, status in answers.done.items():
         if not status:
             continue
         yield status
-        address = status["primary_http_address"]
-        if status["role"] != "primary" and address and address not in answers.done:
-            try:
-                yield ask(address)
-            except AskFailed as error:
-                answers.failed.setdefault(address, error)
+        if status["role"] == "primary":
+            continue
+        asked = node
+        try:
+            address = _primary_address(node, status)
+            if address and address not in answers.done:
+                asked = address
+                if found := ask(address):
+                    yield found
+        except AskFailed as error:
+            answers.failed.setdefault(asked, error)
+
+
+def _primary_address(node: str, status: Status) -> str:
+    """The HTTP address of the primary, from the answer of a node; empty if it knows none. Raises
+    AskFailed if it is not `host:port`: anybody can register a node, and the secret goes there."""
+    named = status["primary_http_address"]
+    place = split_address(named)
+    address = heard_address(*place) if place else None
+    if named and address is None:
+        raise AskFailed(f"{node} names an invalid address as its primary's: {named!r}", 200)
+    return address or ""
 
 
 def _rank(status: Status) -> tuple[bool, int]:
@@ -149,7 +166,7 @@ def _switch_over(options: ReplicationFlags) -> int:
     ((name, before),) = found.items()
     if before["role"] != "primary":
         raise AskFailed(f"the primary of {name} does not answer")
-    address = before["primary_http_address"]
+    address = _primary_address(before["node"], before)
     if not address:
         raise AskFailed(f"the primary of {name} has no HTTP address for others")
     if not confirmed(f"Let another node take over from {before['node']} in {name}?", yes=options.yes):
@@ -176,8 +193,10 @@ def _await_primary(source: Source, address: str, before: Status) -> Status:
     while time.monotonic() < deadline:
         try:
             status = source.ask("GET", address, "/replication")
-            if status["role"] != "primary" and status["primary_http_address"] not in ("", address):
-                status = source.ask("GET", status["primary_http_address"], "/replication")
+            if status["role"] != "primary":
+                following = _primary_address(address, status)
+                if following not in ("", address):
+                    status = source.ask("GET", following, "/replication")
             if status["role"] == "primary" and status["epoch"] > before["epoch"]:
                 return status
         except AskFailed as error:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from nsparq import logs
@@ -20,6 +21,7 @@ from nsparq.errors import StartError
 from nsparq.option_table import CommandLineExit
 from nsparq.tasks import cancel_all
 from nsparq.tools.options import T, ToolTable
+from nsparq.tools.streams import run_with_output
 
 __all__ = [
     "GRACE_S",
@@ -78,6 +80,10 @@ Work = Callable[[T, Ending], Coroutine[Any, Any, None]]
 
 def run_tool(table: ToolTable[T], work: Work[T], argv: Sequence[str] | None = None) -> int:
     """The main function of a tool. `work` has to return soon after the ending is due."""
+    return run_with_output(partial(_run_tool, table, work, argv), partial(logger.critical, "%s"))
+
+
+def _run_tool(table: ToolTable[T], work: Work[T], argv: Sequence[str] | None) -> int:
     logs.configure("info", f"[{table.program}] ")
     try:
         options = table.read(sys.argv[1:] if argv is None else argv)
@@ -93,11 +99,6 @@ def run_tool(table: ToolTable[T], work: Work[T], argv: Sequence[str] | None = No
         return leave.status
     except (StartError, ClientError) as error:
         logger.critical("%s", error)
-        return 1
-    except BrokenPipeError:
-        # The reader of our output has closed it. Python must not fail again when it flushes at
-        # exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
@@ -142,6 +143,9 @@ async def run_consumers(consumers: Sequence[Consumer], nsqd: Sequence[str], endi
     finally:
         grace = FAILED_GRACE_S if ending.status else GRACE_S
         await asyncio.gather(*(consumer.stop(grace) for consumer in consumers))
+        for consumer in consumers:
+            if consumer.messages_given_up:
+                logger.warning("%s: %d messages were given up", consumer, consumer.messages_given_up)
 
 
 async def unless_ended(ending: Ending, work: Coroutine[Any, Any, R]) -> R | None:

@@ -153,11 +153,11 @@ def _archived(effective: Mapping[str, Any]) -> str:
     if not effective.get("archive"):
         return "off"
     limits = (
-        ("for", effective["archive_retention_age"], age),
-        ("up to", effective["archive_retention_bytes"], size),
+        ("for", effective.get("archive_retention_age"), age),
+        ("up to", effective.get("archive_retention_bytes"), size),
     )
     kept = ", ".join(f"{word} {show(value)}" for word, value, show in limits if value) or "forever"
-    local = effective["archive_local_bytes"]
+    local = effective.get("archive_local_bytes")
     return f"{kept}; on disk {size(local)}" if local else kept
 
 
@@ -206,7 +206,7 @@ def _settings_of_topic(source: Source, options: SettingsFlags) -> int:
                 **row,
                 "durability": row["effective"]["durability"],
                 "archive": row["effective"],
-                "own": [name for name in row["effective"] if row[name] is not None],
+                "own": [name for name in row["effective"] if row.get(name) is not None],
             }
             for row in rows
         ]
@@ -231,16 +231,16 @@ def _settings_of_channel(source: Source, options: SettingsFlags) -> int:
         print_json({**names, "nodes": rows, "unreachable": answers.unreachable()})
     else:
         print_rows([{**row, "origin": _origin(row)} for row in rows], CHANNEL_COLUMNS)
-        if len({row["ordered_by"] for row in rows}) > 1:
+        if len({row.get("ordered_by") for row in rows}) > 1:
             sys.stderr.write(f"{PROGRAM}: the nodes disagree; --ordered-by makes them equal\n")
     return answers.report(PROGRAM)
 
 
 def _origin(row: Mapping[str, Any]) -> str | None:
     """Where the delivery policy of a channel comes from."""
-    if row["policy"] is not None:
+    if row.get("policy") is not None:
         return "own"
-    return "of the topic" if row["effective"]["policy"] is not None else None
+    return "of the topic" if row["effective"].get("policy") is not None else None
 
 
 def change_all(

@@ -20,6 +20,7 @@ from urllib.parse import urlencode
 from nsparq.client.connect.lookup import lookup_url
 from nsparq.fetch import Answer, FetchError, fetch
 from nsparq.option_table import BOOL, DURATION, STRINGS, OptionError, opt
+from nsparq.tools.answers import check_answer
 from nsparq.tools.cluster import NSQD, NSQLOOKUPD, AskFailed, Cluster
 from nsparq.tools.options import check_sources, check_topics, client_config, lookupd_option
 
@@ -123,10 +124,21 @@ class Source:
     def ask(
         self, method: str, address: str, path: str, body: object = None, **query: str
     ) -> Mapping[str, Any]:
-        """The answer of one nsqd. `body` is sent as JSON."""
+        """The answer of one nsqd, checked. `body` is sent as JSON."""
         data = None if body is None else json.dumps(body).encode()
         with _explained(address, path):
-            return self.cluster.call(method, _url(address, path, query), NSQD, data)
+            answer = self.cluster.call(method, _url(address, path, query), NSQD, data)
+        check_answer(address, path, answer)
+        return answer
+
+    def require_nsqd(self, address: str) -> None:
+        """Raises AskFailed for an nsqlookupd: it can create and delete topics, too, of its own."""
+        try:
+            self.ask("GET", address, "/info")
+        except AskFailed as error:
+            # A secret may permit changes, and no look.
+            if error.status != 403:
+                raise
 
     def fetch(self, address: str, path: str, **query: str) -> Answer:
         """The answer of one nsqd, with its headers."""

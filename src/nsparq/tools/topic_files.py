@@ -311,7 +311,11 @@ class TopicFiles:
             found = pattern.fullmatch(path.relative_to(self._rules.work_dir).as_posix())
             if found is None:
                 continue
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                # Another process has just recovered it.
+                continue
             try:
                 if _lock(descriptor, path):
                     self._complete(descriptor, path, found)
