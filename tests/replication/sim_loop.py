@@ -205,6 +205,9 @@ class SimServer:
     def getsockname(self) -> tuple[str, int]:
         return self.process.name, 1
 
+    async def start_serving(self) -> None:
+        self._loop.servers[self.process.name] = self
+
     def close(self) -> None:
         if self._loop.servers.get(self.process.name) is self:
             del self._loop.servers[self.process.name]
@@ -353,8 +356,8 @@ class SimLoop(asyncio.BaseEventLoop):
     async def create_server(self, factory: Any, host: Any = None, port: Any = None, **more: Any) -> Any:
         process = PROCESS.get()
         assert process is not None
-        server = self.servers[process.name] = SimServer(self, factory, process)
-        return server
+        assert not more["start_serving"]
+        return SimServer(self, factory, process)
 
     async def create_connection(self, factory: Any, host: Any = None, port: Any = None, **more: Any) -> Any:
         process = PROCESS.get()

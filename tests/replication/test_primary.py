@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 
 from nsparq.replication.frames import VERSION, BadFrame, Frame, FrameKind, proof
 from nsparq.replication.link import Link
+from nsparq.replication.membership import Membership
+from nsparq.replication.primary import Primary
 from tests.replication.test_link import SECRET, Cluster, cluster, new_follower
 from tests.replication.test_link import directory as directory
 from tests.support.aio import run, until
@@ -135,3 +138,23 @@ def test_a_follower_checks_who_answers(directory: Path, changed: dict[str, Any])
         server.close()
 
     run(scenario())
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_primary_that_is_stopped_while_it_begins_to_listen_leaves_nothing_open(
+    tmp_path: Path, turns: int
+) -> None:
+    """The guards of the tests look for sockets that are left."""
+
+    async def scenario() -> None:
+        primary = Primary(tmp_path, Membership(1, "a", {"a": "1"}), SECRET, lambda wanted: None)
+        listening = asyncio.create_task(primary.listen("127.0.0.1", 0))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        listening.cancel()
+        with suppress(asyncio.CancelledError):
+            await listening
+        await primary.close()
+
+    run(scenario())
+    gc.collect()

@@ -86,7 +86,11 @@ class Primary:
     async def listen(self, host: str, port: int, *, tls: NodeTls | None = None) -> int:
         """Gives the port."""
         context = None if tls is None else tls.server
-        self._server = await self._loop.create_server(lambda: Link(self._begin), host, port, ssl=context)
+        # Not served at once: if that is cancelled, close() must know the server.
+        self._server = await self._loop.create_server(
+            lambda: Link(self._begin), host, port, ssl=context, start_serving=False
+        )
+        await self._server.start_serving()
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
