@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -115,3 +116,18 @@ def test_a_mistake_while_the_set_is_changed_ends_the_role(
 
     run(scenario())
     assert "RuntimeError: a mistake" in caplog.text
+
+
+def test_a_primary_that_is_stopped_as_it_asks_for_another_set_leaves_nothing(tmp_path: Path) -> None:
+    """The guards of the tests look for work that never began."""
+
+    async def scenario() -> None:
+        coordinator, server = Coordinator(), Server()
+        async with running(tmp_path, coordinator, server, lease_s=1e6) as (node, primary):
+            assert node._record is not None
+            node._record.change_set(primary.acknowledging.membership)
+            # Its task is cancelled before it has begun.
+            await node._record.close()
+
+    run(scenario())
+    gc.collect()

@@ -355,13 +355,13 @@ class _Record:
 
     def change_set(self, wanted: Membership) -> None:
         """See acknowledging.ChangeSet."""
-        self._changing = asyncio.create_task(self._or_end(self._change(wanted)))
+        self._changing = asyncio.create_task(self._or_end(lambda: self._change(wanted)))
 
-    async def _or_end(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _or_end(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """An error of the work ends the role. A node of a later version may have written the
         record."""
         try:
-            await work
+            await work()
         except Exception as error:
             self.error = f"{error}"
             logger.error(
@@ -402,7 +402,7 @@ class _Record:
 
     async def keep_alive(self, name: str, interval_s: float) -> None:
         """Give signs of life, until another node has taken over."""
-        await self._or_end(self._keep_alive(name, interval_s))
+        await self._or_end(lambda: self._keep_alive(name, interval_s))
 
     async def _keep_alive(self, name: str, interval_s: float) -> None:
         mine = self._found.membership
