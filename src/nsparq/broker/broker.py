@@ -36,6 +36,7 @@ from nsparq.storage.archived import SegmentSource
 from nsparq.storage.batch import BatchCache
 from nsparq.storage.files import Files, RunEach, Work, run_one_by_one
 from nsparq.storage.log import EPOCH_BITS, Durability, LogSettings
+from nsparq.storage.log_sync import as_os_error
 from nsparq.storage.manifest import Manifest
 from nsparq.storage.memory_log import EphemeralMemory
 from nsparq.storage.metadata import BAD_FILE_NAME, FILE_NAME, Metadata, TopicEntry, read_metadata
@@ -423,11 +424,8 @@ class Broker:
         def attempt() -> None:
             try:
                 work()
-            except OSError as error:
-                errors.append(error)
             except Exception as error:
-                logger.exception("internal error in the background")
-                errors.append(OSError(f"internal error: {error!r}"))
+                errors.append(as_os_error(error))
 
         (run or self._background)(attempt, lambda: done(next(iter(errors), None)))
 

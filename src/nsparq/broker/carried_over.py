@@ -7,7 +7,6 @@ with a file copy in a thread; channels of ephemeral topics keep the copies in me
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from nsparq.storage.batch import Batch, mark_of
 from nsparq.storage.carried import CARRY_SUFFIX, CarriedFile, CarriedInMemory, Places
 from nsparq.storage.log import Log
 from nsparq.storage.log_range import LogRange, OffsetGone
+from nsparq.storage.log_sync import as_os_error
 from nsparq.storage.raw_batch import find_batch, iter_batches
 from nsparq.storage.segment import Segment
 from nsparq.storage.state_files import ChannelState
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from nsparq.broker.channel import Channel
     from nsparq.broker.letters import Letter
     from nsparq.broker.redrive_choice import Columns
-
-logger = logging.getLogger(__name__)
 
 MAX_SHARE: Final = 8
 """Messages are carried over if they are at most one in so many of their segment."""
@@ -55,11 +53,8 @@ class CarryJob:
     def run(self) -> None:
         try:
             self._places = self._write()
-        except OSError as error:
-            self.error = error
         except Exception as error:
-            logger.exception("internal error while carrying messages over")
-            self.error = OSError(f"internal error: {error!r}")
+            self.error = as_os_error(error)
 
     def accept(self) -> None:
         try:

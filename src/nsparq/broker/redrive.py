@@ -81,13 +81,13 @@ class Redrive:
     """The redrive of one dead-letter topic: under way, or the last one."""
 
     def __init__(self, topic: Topic, progress: Progress) -> None:
-        self._topic = topic
+        self.topic = topic
         self._broker = topic.broker
         self.progress = progress
         self.waits_for = ""
         """Why it does not go on at the moment."""
-        self._is_busy = False
-        """Whether a part is being worked on."""
+        self.is_busy = False
+        """Whether a part is being worked on. It is completed after the end, too."""
         self._is_looping = False
         self._credit = progress.rate
         """Messages that the rate allows now."""
@@ -102,11 +102,6 @@ class Redrive:
     @property
     def is_running(self) -> bool:
         return self.progress.state == RUNNING
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a part is being worked on. It is completed after the end, too."""
-        return self._is_busy
 
     def cancel(self) -> None:
         """End it. The part that is being worked on is completed. Raises OSError."""
@@ -138,7 +133,7 @@ class Redrive:
         self.proceed()
 
     def _can_start(self) -> bool:
-        if not self.is_running or self._is_busy or self.waits_for or self._topic.is_exiting:
+        if not self.is_running or self.is_busy or self.waits_for or self.topic.is_exiting:
             return False
         if self.progress.position >= self.progress.end:
             self._finish()
@@ -152,11 +147,11 @@ class Redrive:
 
     def _start_part(self) -> None:
         progress = self.progress
-        self._is_busy = True
-        start, end = max(progress.position, self._topic.log.start), progress.end
+        self.is_busy = True
+        start, end = max(progress.position, self.topic.log.start), progress.end
         limit = int(self._credit) if progress.rate else None
         try:
-            ranges = locate_letters(self._topic, start, end, PART_BYTES)
+            ranges = locate_letters(self.topic, start, end, PART_BYTES)
         except OSError as error:
             self._hold_up(f"cannot read dead letters: {error}")
             return
@@ -171,7 +166,7 @@ class Redrive:
                 self._hold_up(f"cannot read dead letters: {error or 'internal error'}")
             else:
                 for place, lost in part.lost:
-                    self._topic.log.note_lost(place, lost)
+                    self.topic.log.note_lost(place, lost)
                 self._choose(part)
 
         archive = self._broker.archive if any(place.is_remote for place in ranges) else None
@@ -179,10 +174,10 @@ class Redrive:
 
     def _hold_up(self, reason: str) -> None:
         """Try the part again later, unless the redrive has ended or its topic was deleted."""
-        self._is_busy = False
-        if self.is_running and not self._topic.is_exiting:
+        self.is_busy = False
+        if self.is_running and not self.topic.is_exiting:
             self.waits_for = reason
-            self._broker.health.set(f"{self}: {reason}", f"redrive {self._topic}")
+            self._broker.health.set(f"{self}: {reason}", f"redrive {self.topic}")
 
     def _choose(self, part: Part) -> None:
         """Decide which letters go back. Messages that the logs do not have are written first."""
@@ -192,14 +187,14 @@ class Redrive:
         chosen: list[Chosen] = []
         for origin, found in part.origins.items():
             if found.matching:
-                one = choose(self._broker, self._topic.name, origin, found, skipped)
+                one = choose(self._broker, self.topic.name, origin, found, skipped)
                 chosen += [] if one is None else [one]
         for one in chosen:
             if len(one.channel.unfinished.requeued) >= MAX_WAITING:
-                self._crowded, self._is_busy = one.channel, False
+                self._crowded, self.is_busy = one.channel, False
                 return
             if one.channel.unfinished.redriven or (one.gone and one.channel.carried_over.is_running):
-                self._is_busy = False
+                self.is_busy = False
                 self.waits_for = f"{one.channel} is busy"
                 return
         jobs: list[CarryJob] = []
@@ -233,17 +228,17 @@ class Redrive:
             return
         if not self._may_work():
             return
-        name = self._topic.name
+        name = self.topic.name
         if any(one.carrying is not None for one in chosen) and any(
             one.channel.unfinished.redriven or one.has_changed(self._broker, name) for one in chosen
         ):
             # The part is to be done again: after a seek or a deletion, or because messages of
             # another redrive wait for their checkpoint. It must not release these ones as well.
-            self._is_busy = False
+            self.is_busy = False
             self.proceed()
             return
         for one in chosen:
-            one.add(name, part, self._topic.log.start)
+            one.add(name, part, self.topic.log.start)
         self._saving = {one.channel for one in chosen}
         progress = self.progress
         progress.letters += part.letters
@@ -279,20 +274,20 @@ class Redrive:
             self._part_done()
 
     def _part_done(self) -> None:
-        self._is_busy = False
-        if self._topic.is_exiting:
+        self.is_busy = False
+        if self.topic.is_exiting:
             return
-        self._broker.health.set(None, f"redrive {self._topic}")
+        self._broker.health.set(None, f"redrive {self.topic}")
         if self.is_running:
-            self._topic.holds[self] = self.progress.position
+            self.topic.holds[self] = self.progress.position
             if self.progress.position < self.progress.end:
                 self._try_write()
         self.proceed()
 
     def _may_work(self) -> bool:
-        if self._topic.is_exiting:
-            self._is_busy = False
-        return self._is_busy
+        if self.topic.is_exiting:
+            self.is_busy = False
+        return self.is_busy
 
     # its end
 
@@ -305,7 +300,7 @@ class Redrive:
         progress = self.progress
         logger.info(
             "%s: a redrive has ended: %d letters put back, %d skipped",
-            self._topic, progress.redriven, sum(progress.skipped.values()),
+            self.topic, progress.redriven, sum(progress.skipped.values()),
         )  # fmt: skip
 
     def _end(self, state: str) -> None:
@@ -316,9 +311,9 @@ class Redrive:
         except OSError:
             self.progress.state, self.progress.ended_ns = before
             raise
-        self._topic.holds.pop(self, None)
+        self.topic.holds.pop(self, None)
         self.waits_for = ""
-        self._broker.health.set(None, f"redrive {self._topic}")
+        self._broker.health.set(None, f"redrive {self.topic}")
 
     # on disk
 
@@ -327,19 +322,19 @@ class Redrive:
         try:
             self.write()
         except OSError as error:
-            logger.warning("%s: cannot write %s: %s", self._topic, REDRIVE_FILE, error)
+            logger.warning("%s: cannot write %s: %s", self.topic, REDRIVE_FILE, error)
 
     def write(self) -> None:
         """Raises OSError."""
         fields = asdict(self.progress) | {"filter": self.progress.filter.stored()}
-        assert self._topic.directory is not None
-        path = self._topic.directory / REDRIVE_FILE
+        assert self.topic.directory is not None
+        path = self.topic.directory / REDRIVE_FILE
         self._broker.files.add_version(path, b"\n" + encode_json(fields) + b"\n")
-        if self._topic.is_synchronous:
-            self._broker.changes.sync_soon(self._topic.directory)
+        if self.topic.is_synchronous:
+            self._broker.changes.sync_soon(self.topic.directory)
 
     def __str__(self) -> str:
-        return f"redrive of {self._topic}"
+        return f"redrive of {self.topic}"
 
 
 class Redrives:

@@ -42,7 +42,7 @@ class Sync:
             try:
                 sync(fd)
             except Exception as error:
-                self.error = _as_os_error(error)
+                self.error = as_os_error(error)
                 self.failed.append(segment)
             finally:
                 self._files.close(fd)
@@ -52,7 +52,7 @@ class Sync:
             else:
                 self._files.sync_names(self._directory)
         except Exception as error:
-            found = _as_os_error(error)
+            found = as_os_error(error)
             if found.errno in _OUT_OF_DESCRIPTORS:
                 self.obstacle = found
             else:
@@ -119,9 +119,9 @@ class SyncState:
         self._sealed.clear()
 
 
-def _as_os_error(error: Exception) -> OSError:
-    """Whatever went wrong, publishers must not be told that their messages are on disk."""
+def as_os_error(error: Exception) -> OSError:
+    """Any error of work on the disk. Whatever went wrong, nobody must be told that it was done."""
     if isinstance(error, OSError):
         return error
-    logger.error("internal error in a sync", exc_info=error)
+    logger.error("internal error in work on the disk", exc_info=error)
     return OSError(f"internal error: {error!r}")
