@@ -10,8 +10,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import signal
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -39,6 +41,13 @@ LONGEST = (
     "tests/pipeline/test_demo.py",
 )
 GRACE = 20.0  # seconds that threads and sockets get to finish closing after a test
+
+# In memory, where there is room: what syncs files, or creates many, takes a third less processor
+# time. Subprocesses and workers inherit the variable.
+IN_MEMORY, ROOM_BYTES = "/dev/shm", 4 << 30
+if "TMPDIR" not in os.environ and os.access(IN_MEMORY, os.W_OK):
+    if shutil.disk_usage(IN_MEMORY).free >= ROOM_BYTES:
+        os.environ["TMPDIR"] = tempfile.tempdir = IN_MEMORY
 
 # A shell has what it starts in the background ignore interrupts, and so would whatever that starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -300,6 +300,14 @@ class RawConnection:
             raise AssertionError("the server kept the connection open") from None
         raise AssertionError(f"expected end of stream, got {frame}")
 
+    def read_to_end(self) -> bytes:
+        """All bytes up to the end of stream, undecoded."""
+        received = bytes(self._input)
+        self._input.clear()
+        while data := self.socket.recv(1 << 16):
+            received += data
+        return received
+
     def expect_silence(self, seconds: float) -> None:
         """No frame other than heartbeats for this long, and the connection stays open."""
         try:
