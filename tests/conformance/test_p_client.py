@@ -504,7 +504,7 @@ def test_case_217_deferred_publishing(broker: TestBroker, topic: str) -> None:
 
 def test_case_217_heartbeats_are_answered_while_idle(broker: TestBroker, topic: str) -> None:
     async def main() -> None:
-        config = Config(heartbeat_interval=1, read_timeout=1.5)
+        config = Config(heartbeat_interval=1, read_timeout=3)
         async with Producer(address(broker), config=config) as producer:
             await producer.publish(topic, b"first")
             connection = producer._connection

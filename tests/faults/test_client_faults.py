@@ -447,15 +447,15 @@ def test_a_slow_handler_keeps_its_message_and_its_connection(
     attempts: list[int] = []
 
     async def handle(message: Message) -> None:
-        await asyncio.sleep(2.2)
+        await asyncio.sleep(4.4)
         attempts.append(message.attempts)
 
     def block(message: Message) -> None:
-        time.sleep(2.2)
+        time.sleep(4.4)
         attempts.append(message.attempts)
 
     async def main() -> None:
-        config = Config(msg_timeout=1, heartbeat_interval=1, read_timeout=1.5)
+        config = Config(msg_timeout=2, heartbeat_interval=2)
         async with Producer(address(broker)) as producer:
             await producer.publish_many(topic, [b"1", b"2"])
         async with Consumer(
@@ -480,7 +480,7 @@ def test_blocked_threads_do_not_keep_the_others_from_working(broker: TestBroker,
         handled.append(message.body)
 
     async def main() -> None:
-        config = Config(heartbeat_interval=1, read_timeout=1.5)
+        config = Config(heartbeat_interval=1)
         async with (
             Producer(address(broker)) as producer,
             Consumer(topic, "ch", handle, nsqd=[address(broker)], concurrency=3, config=config) as consumer,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +45,6 @@ class ReplicatedLife(Life):
         return Primary(self.path, self.clock)
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    """In memory if possible, because the test makes thousands of small files."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        yield Path(name)
-
-
 def follow(changes: list[Change], target: Path) -> None:
     target.mkdir()
     files = QuickFiles()
@@ -74,25 +65,25 @@ def content(path: Path) -> dict[str, bytes | None]:
 
 
 @pytest.mark.parametrize("durability", DURABILITIES)
-def test_a_follower_can_take_over_after_any_change(directory: Path, durability: str) -> None:
+def test_a_follower_can_take_over_after_any_change(tmp_path: Path, durability: str) -> None:
     for number in range(4):
         name = f"{durability}-{number}"
         chance = random.Random(name)
-        life = ReplicatedLife(directory / name, durability, chance)
+        life = ReplicatedLife(tmp_path / name, durability, chance)
         life.live(60)
         changes = life.files.changes
         for moment in [*sorted(chance.sample(range(1, len(changes)), 20)), len(changes)]:
-            target = directory / f"{name}-{moment}"
+            target = tmp_path / f"{name}-{moment}"
             follow(changes[:moment], target)
             if moment == len(changes):
                 assert content(target) == content(life.path)
             assert [*compare(life, moment, target, is_power_cut=False)] == [], f"{name} after {moment}"
 
 
-def test_a_follower_can_join_while_the_primary_works(directory: Path) -> None:
+def test_a_follower_can_join_while_the_primary_works(tmp_path: Path) -> None:
     for number in range(6):
         chance = random.Random(number)
-        life = ReplicatedLife(directory / f"{number}", "os", chance)
+        life = ReplicatedLife(tmp_path / f"{number}", "os", chance)
         life.step(40)
         snapshot = Snapshot(life.files, life.path)
         if number % 3:
@@ -112,35 +103,35 @@ def test_a_follower_can_join_while_the_primary_works(directory: Path) -> None:
         life.live(10)
         end = life.files.now()
         for moment in {read, chance.randint(read, end), end}:
-            target = directory / f"{number}-{moment}"
+            target = tmp_path / f"{number}-{moment}"
             follow(sent + life.files.changes[joined:moment], target)
             if moment == end:
                 assert content(target) == content(life.path)
             assert [*compare(life, moment, target, is_power_cut=False)] == [], f"{number} after {moment}"
 
 
-def test_snapshots_do_not_meet_and_a_later_run_removes_what_was_left(directory: Path) -> None:
-    life = ReplicatedLife(directory / "life", "os", random.Random(1))
+def test_snapshots_do_not_meet_and_a_later_run_removes_what_was_left(tmp_path: Path) -> None:
+    life = ReplicatedLife(tmp_path / "life", "os", random.Random(1))
     life.step(10)
     first, second = (Snapshot(life.files, life.path) for _ in range(2))
     first.link()
     with life.files.frozen() as open_files:
         first.take(open_files)
         second.take(open_files)
-    follow([*second.changes({})], directory / "follower")
+    follow([*second.changes({})], tmp_path / "follower")
     first.close()
-    assert content(directory / "follower") == {
+    assert content(tmp_path / "follower") == {
         name: data for name, data in content(life.path).items() if not name.startswith(LINKS)
     }
     remove_left_links(life.path)
-    assert content(directory / "follower") == content(life.path)
+    assert content(tmp_path / "follower") == content(life.path)
     drop(life.broker)
 
 
 def test_while_the_primary_stands_still_only_what_has_changed_is_linked(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = directory / "primary"
+    root = tmp_path / "primary"
     (root / "below").mkdir(parents=True)
     for name in ("kept", "replaced", "renamed", "removed", "below/kept"):
         (root / name).write_text(name)
@@ -161,30 +152,30 @@ def test_while_the_primary_stands_still_only_what_has_changed_is_linked(
     (root / "below" / "new").write_text("below/new")
     with files.frozen() as open_files:
         snapshot.take(open_files)
-    follow([*snapshot.changes({})], directory / "follower")
+    follow([*snapshot.changes({})], tmp_path / "follower")
     snapshot.close()
-    assert content(directory / "follower") == content(root)
+    assert content(tmp_path / "follower") == content(root)
     assert sorted(linked) == ["below/new", "other name", "replaced"]
 
 
-def test_zeros_ahead_of_a_segment_are_on_both_sides_and_are_not_sent(directory: Path) -> None:
-    path = directory / "primary"
+def test_zeros_ahead_of_a_segment_are_on_both_sides_and_are_not_sent(tmp_path: Path) -> None:
+    path = tmp_path / "primary"
     path.mkdir()
     files = Primary(path, Clock())
     segment = Segment(files, path, 1)
     for number in range(50):
         segment.append([b"head", bytes([number]) * 40_000], 40_004)
-    follow(files.changes, directory / "follower")
-    assert content(directory / "follower") == content(path)
+    follow(files.changes, tmp_path / "follower")
+    assert content(tmp_path / "follower") == content(path)
     assert files.size(segment.fd) > segment.size
     assert sum(len(change.encode()) for change in files.changes) < segment.size + 5_000
     segment.release()
-    follow(files.changes, directory / "later")
-    assert content(directory / "later") == content(path)
+    follow(files.changes, tmp_path / "later")
+    assert content(tmp_path / "later") == content(path)
 
 
 def test_a_failed_write_leaves_the_same_bytes_on_both_sides(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk takes a part of it, as a full one does."""
     write = Files.write
@@ -193,15 +184,15 @@ def test_a_failed_write_leaves_the_same_bytes_on_both_sides(
         write(files, fd, [b"".join(buffers)[:4]], position)
         raise OSError("no space")
 
-    path = directory / "primary"
+    path = tmp_path / "primary"
     path.mkdir()
     files = Primary(path, Clock())
     with files.opened(path / "file") as fd, monkeypatch.context() as patch:
         patch.setattr(Files, "write", write_a_part)
         with pytest.raises(OSError, match="no space"):
             files.write(fd, [b"abc", b"def"], 0)
-    follow(files.changes, directory / "follower")
-    assert content(directory / "follower") == content(path) == {"file": b"abcd"}
+    follow(files.changes, tmp_path / "follower")
+    assert content(tmp_path / "follower") == content(path) == {"file": b"abcd"}
 
 
 @pytest.mark.parametrize(
@@ -214,9 +205,9 @@ def test_a_failed_write_leaves_the_same_bytes_on_both_sides(
         ([Change.of_name(Kind.OPEN, "a", file=1)] * 2, "number of a file that is open"),
     ],
 )
-def test_a_change_that_makes_no_sense_is_refused(directory: Path, changes: list[Change], reason: str) -> None:
+def test_a_change_that_makes_no_sense_is_refused(tmp_path: Path, changes: list[Change], reason: str) -> None:
     with pytest.raises(BadChange, match=reason):
-        follow(changes, directory / "follower")
+        follow(changes, tmp_path / "follower")
 
 
 @pytest.mark.parametrize("cut", [1, 16, 18])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -35,13 +34,6 @@ from tests.support.aio import run, until
 SECRET = b"the cluster's secret"
 SILENCE_S = 4.0
 """How long a follower may be silent. On a busy machine a healthy one is, for a moment."""
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        yield Path(name)
 
 
 class Cluster:
@@ -111,18 +103,18 @@ def new_follower(directory: Path, name: str = "b", secret: bytes = SECRET) -> Fo
     return Follower(path, "test", name, secret, QuickFiles())
 
 
-def test_a_follower_joins_a_working_primary_and_goes_on_after_a_broken_connection(directory: Path) -> None:
+def test_a_follower_joins_a_working_primary_and_goes_on_after_a_broken_connection(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with cluster(directory) as made:
+        async with cluster(tmp_path) as made:
             made.life.step(30)
-            follower = new_follower(directory)
+            follower = new_follower(tmp_path)
             async with following(follower, made.port):
                 await until(lambda: made.asked)
                 made.grant()
                 assert made.in_sync == "ab"
                 made.life.step(30)
                 await made.is_safe()
-                assert content(directory / "b") == content(made.path)
+                assert content(tmp_path / "b") == content(made.path)
             # Nothing is safe until the set is changed, or the follower is back.
             made.life.step(10)
             safe = asyncio.create_task(made.is_safe())
@@ -136,26 +128,26 @@ def test_a_follower_joins_a_working_primary_and_goes_on_after_a_broken_connectio
                 await safe
                 # It went on; a snapshot would have emptied it first.
                 assert follower.number > joined
-                assert content(directory / "b") == content(made.path)
+                assert content(tmp_path / "b") == content(made.path)
             await follower.close()
 
     run(scenario())
 
 
-def test_a_node_of_the_set_is_not_emptied(directory: Path) -> None:
+def test_a_node_of_the_set_is_not_emptied(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with cluster(directory) as made:
+        async with cluster(tmp_path) as made:
             made.life.step(10)
-            follower = new_follower(directory)
+            follower = new_follower(tmp_path)
             async with following(follower, made.port):
                 await until(lambda: made.asked)
                 made.grant()
             await follower.close()
-            kept = content(directory / "b")
-            again = new_follower(directory)
+            kept = content(tmp_path / "b")
+            again = new_follower(tmp_path)
             with pytest.raises(Refused, match="must leave that first"):
                 await again.follow("127.0.0.1", made.port)
-            assert content(directory / "b") == kept
+            assert content(tmp_path / "b") == kept
             await until(lambda: made.asked)
             made.grant()
             assert made.in_sync == "a"
@@ -166,13 +158,13 @@ def test_a_node_of_the_set_is_not_emptied(directory: Path) -> None:
     run(scenario())
 
 
-def test_two_followers_of_one_name(directory: Path) -> None:
+def test_two_followers_of_one_name(tmp_path: Path) -> None:
     def follower_named_b(path: str) -> Follower:
-        (directory / path).mkdir()
-        return Follower(directory / path, "test", "b", SECRET, QuickFiles())
+        (tmp_path / path).mkdir()
+        return Follower(tmp_path / path, "test", "b", SECRET, QuickFiles())
 
     async def scenario() -> None:
-        async with cluster(directory) as made:
+        async with cluster(tmp_path) as made:
             made.life.step(10)
             one, two = follower_named_b("one"), follower_named_b("two")
             async with following(one, made.port):
@@ -183,7 +175,7 @@ def test_two_followers_of_one_name(directory: Path) -> None:
                     await two.follow("127.0.0.1", made.port)
                 made.life.step(10)
                 await made.is_safe()
-                assert content(directory / "one") == content(made.path)
+                assert content(tmp_path / "one") == content(made.path)
             await until(lambda: made.asked)
             made.grant()
             async with following(two, made.port):
@@ -199,7 +191,7 @@ def test_two_followers_of_one_name(directory: Path) -> None:
             async with following(one, made.port):
                 await until(lambda: made.asked)
                 made.grant()
-            copies = [read_mark(Files(), directory / path) for path in ("one", "two")]
+            copies = [read_mark(Files(), tmp_path / path) for path in ("one", "two")]
             assert copies[0] is not None and copies[1] is not None
             known = made.primary.acknowledging.membership.copies["b"]
             assert known in copies[0].copies and known not in copies[1].copies
@@ -262,17 +254,17 @@ async def serving(primary: Primary, path: Path, durability: str) -> AsyncIterato
 
 @pytest.mark.parametrize("durability", ["os", "fsync"])
 def test_only_what_promises_an_fsync_waits_for_a_follower_that_syncs_slowly(
-    directory: Path, durability: str
+    tmp_path: Path, durability: str
 ) -> None:
     async def scenario() -> None:
-        (directory / "a").mkdir()
+        (tmp_path / "a").mkdir()
         asked: list[Membership] = []
-        primary = Primary(directory / "a", Membership(1, "a", {"a": "1"}), SECRET, asked.append)
+        primary = Primary(tmp_path / "a", Membership(1, "a", {"a": "1"}), SECRET, asked.append)
         port = await primary.listen("127.0.0.1", 0)
         disk = SlowFiles()
-        (directory / "b").mkdir()
-        follower = Follower(directory / "b", "test", "b", SECRET, disk)
-        async with serving(primary, directory / "a", durability) as broker, following(follower, port):
+        (tmp_path / "b").mkdir()
+        follower = Follower(tmp_path / "b", "test", "b", SECRET, disk)
+        async with serving(primary, tmp_path / "a", durability) as broker, following(follower, port):
             await until(lambda: asked)
             primary.acknowledging.set_changed()
             disk.may_end.clear()
@@ -288,7 +280,7 @@ def test_only_what_promises_an_fsync_waits_for_a_follower_that_syncs_slowly(
             await until(lambda: disk.begun > before)
             disk.may_end.set()
             await until(lambda: all(receipt.is_ok for receipt in receipts))
-            await until(lambda: content(directory / "b") == content(directory / "a"))
+            await until(lambda: content(tmp_path / "b") == content(tmp_path / "a"))
         await follower.close()
         await primary.close()
 
@@ -296,7 +288,7 @@ def test_only_what_promises_an_fsync_waits_for_a_follower_that_syncs_slowly(
 
 
 def test_changes_that_waited_for_a_thread_do_not_need_one(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else each would make the next one wait, for as long as the primary is busy."""
 
@@ -325,10 +317,10 @@ def test_changes_that_waited_for_a_thread_do_not_need_one(
     monkeypatch.setattr("nsparq.replication.follower.Link", NotingLink)
 
     async def scenario() -> None:
-        async with cluster(directory) as made:
+        async with cluster(tmp_path) as made:
             disk = NotingFiles()
-            (directory / "b").mkdir()
-            follower = Follower(directory / "b", "test", "b", SECRET, disk)
+            (tmp_path / "b").mkdir()
+            follower = Follower(tmp_path / "b", "test", "b", SECRET, disk)
             async with following(follower, made.port):
                 await until(lambda: made.asked)
                 made.grant()
@@ -351,7 +343,7 @@ def test_changes_that_waited_for_a_thread_do_not_need_one(
     run(scenario())
 
 
-def test_a_follower_whose_sync_fails_joins_anew(directory: Path) -> None:
+def test_a_follower_whose_sync_fails_joins_anew(tmp_path: Path) -> None:
     class FailingFiles(QuickFiles):
         is_failing = False
 
@@ -360,11 +352,11 @@ def test_a_follower_whose_sync_fails_joins_anew(directory: Path) -> None:
                 raise OSError("no sync")
 
     async def scenario() -> None:
-        async with cluster(directory) as made:
+        async with cluster(tmp_path) as made:
             made.life.step(10)
             disk = FailingFiles()
-            (directory / "b").mkdir()
-            follower = Follower(directory / "b", "test", "b", SECRET, disk)
+            (tmp_path / "b").mkdir()
+            follower = Follower(tmp_path / "b", "test", "b", SECRET, disk)
             async with following(follower, made.port) as task:
                 await until(lambda: made.asked)
                 made.grant()
@@ -389,7 +381,7 @@ def test_a_follower_whose_sync_fails_joins_anew(directory: Path) -> None:
 
 @pytest.mark.parametrize("call", ["write", "sync"])
 def test_a_follower_whose_disk_stands_still_leaves_the_set_although_it_is_alive(
-    directory: Path, call: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nsparq.replication.frames.PING_S", 0.01)
     stalled, may_end = Event(), Event()
@@ -400,8 +392,8 @@ def test_a_follower_whose_disk_stands_still_leaves_the_set_although_it_is_alive(
         getattr(QuickFiles, call)(self, *arguments)
 
     async def scenario() -> None:
-        async with cluster(directory, silence=SILENCE_S) as made:
-            follower = new_follower(directory)
+        async with cluster(tmp_path, silence=SILENCE_S) as made:
+            follower = new_follower(tmp_path)
             follower._files = type("StalledFiles", (QuickFiles,), {call: stall})()
             async with following(follower, made.port):
                 await until(lambda: made.asked)
@@ -427,10 +419,10 @@ def test_a_follower_whose_disk_stands_still_leaves_the_set_although_it_is_alive(
     run(scenario())
 
 
-def test_nobody_joins_without_the_secret(directory: Path) -> None:
+def test_nobody_joins_without_the_secret(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with cluster(directory) as made:
-            stranger = new_follower(directory, secret=b"a guess")
+        async with cluster(tmp_path) as made:
+            stranger = new_follower(tmp_path, secret=b"a guess")
             with pytest.raises(Refused, match="it has another secret than the primary"):
                 await stranger.follow("127.0.0.1", made.port)
             # Nor does a follower accept such a primary: the proof of one side is none of the other.
@@ -438,18 +430,18 @@ def test_nobody_joins_without_the_secret(directory: Path) -> None:
             writer.write(b"GET / HTTP/1.1\r\n\r\n")
             await reader.read()
             writer.close()
-            assert not made.asked and content(directory / "b") == {}
+            assert not made.asked and content(tmp_path / "b") == {}
 
     run(scenario())
 
 
-def test_a_follower_leaves_a_primary_that_is_silent(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_follower_leaves_a_primary_that_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its machine may be gone, and nobody closes the connection. Found by the simulation."""
     monkeypatch.setattr("nsparq.replication.follower.SILENCE_S", 0.3)
 
     async def scenario() -> None:
-        async with cluster(directory) as made:
-            follower = new_follower(directory)
+        async with cluster(tmp_path) as made:
+            follower = new_follower(tmp_path)
             async with following(follower, made.port) as task:
                 await until(lambda: made.asked)
                 # It pings less often than that.
@@ -463,16 +455,16 @@ def test_a_follower_leaves_a_primary_that_is_silent(directory: Path, monkeypatch
 
         server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
         with pytest.raises(TimeoutError, match="silence of 0.3 s"):
-            await new_follower(directory, "c").follow("127.0.0.1", server.sockets[0].getsockname()[1])
+            await new_follower(tmp_path, "c").follow("127.0.0.1", server.sockets[0].getsockname()[1])
         server.close()
 
     run(scenario())
 
 
-def test_a_follower_refuses_a_primary_of_an_earlier_epoch(directory: Path) -> None:
+def test_a_follower_refuses_a_primary_of_an_earlier_epoch(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with cluster(directory) as made:
-            follower = new_follower(directory)
+        async with cluster(tmp_path) as made:
+            follower = new_follower(tmp_path)
             follower.epoch = 2
             with pytest.raises(Refused, match="no longer primary"):
                 await follower.follow("127.0.0.1", made.port)

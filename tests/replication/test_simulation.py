@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -32,22 +31,21 @@ SEEDS = 50
 """In each of the two tests that look for mistakes of our own."""
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
-        logging.disable()  # thousands of lines, kept by pytest
-        yield Path(name)
-        logging.disable(logging.NOTSET)
+@pytest.fixture(autouse=True)
+def no_log() -> Iterator[None]:
+    """It would have thousands of lines, and pytest keeps them."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("first", [0, SEEDS])
-def test_the_promises_hold_whatever_fails(directory: Path, first: int) -> None:
+def test_the_promises_hold_whatever_fails(tmp_path: Path, first: int) -> None:
     acknowledged = takeovers = commits = 0
     faults: Counter[str] = Counter()
     for seed in range(first, first + SEEDS):
         try:
-            outcome = run_seed(seed, directory / str(seed))
+            outcome = run_seed(seed, tmp_path / str(seed))
         except Violation as violation:
             raise AssertionError(f"seed {seed}") from violation
         acknowledged += outcome.acknowledged
@@ -126,10 +124,10 @@ FIRST = {"does not cut the tail": 131}
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_mistake_is_found(directory: Path, bug: str) -> None:
+def test_a_planted_mistake_is_found(tmp_path: Path, bug: str) -> None:
     with ExitStack() as stack:
         for owner, name, mistake in BUGS[bug]:
             stack.enter_context(patch.object(owner, name, mistake))
         with pytest.raises(Violation):
             for seed in range(FIRST.get(bug, 0), 1000):
-                run_seed(seed, directory / str(seed))
+                run_seed(seed, tmp_path / str(seed))

@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 CLASSES = Path(sys.prefix) / ".spark-classes.jsa"
 """The archive that `tests.support.spark_classes` writes; `make test` runs it."""
 
-# For short jobs on little data: compile quickly, do not verify classes, start programs (Hadoop runs
-# chmod for each file) without a helper process, do not replan.
+# For short jobs on little data: compile quickly, do not verify classes, do not replan.
 STARTS_FAST = (
     "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
-    " -Djdk.lang.Process.launchMechanism=VFORK"
 )
 FAST_JAVA = (
     f"{STARTS_FAST} -XX:SharedArchiveFile={CLASSES} -Xlog:disable" if CLASSES.exists() else STARTS_FAST
