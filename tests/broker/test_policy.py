@@ -485,6 +485,20 @@ def test_failed_attempts_survive_a_restart(rig: Rig):
     assert len(letters(rig)) == 1
 
 
+def test_a_message_may_fail_more_often_than_a_checkpoint_can_count(rig: Rig):
+    client = rig.subscribe(rdy=1)
+    set_policy(rig, max_attempts=0)
+    rig.publish("t", b"poison")
+    fail(rig, client, 1)
+    failures = rig.channel().unfinished.failures
+    failures.update(dict.fromkeys(failures, 65_535))
+    fail(rig, client, 1)
+    rig.maintain()
+    assert rig.broker.health.errors == {}
+    rig.crash()
+    assert [*rig.channel().unfinished.failures.values()] == [65_535]
+
+
 def test_a_stop_of_nsqd_is_no_failed_attempt(rig: Rig):
     rig.subscribe(rdy=1)
     set_policy(rig, max_attempts=1, count="deliveries")

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 MAX_EXPIRED: Final = 1000
 """Expired messages that wait to become dead letters at a time."""
+MAX_FAILURES: Final = 65_535
+"""Failed attempts that are counted: a checkpoint has two bytes for them. No policy allows more,
+except without a limit."""
 EXPIRY_CHECK_NS: Final = 100_000_000
 """Longest time between two checks of the oldest message of a channel that delivers. A message
 behind it is older only if the wall clock was set back."""
@@ -74,7 +77,7 @@ class Retries:
         failures = channel.unfinished.failures
         at_once = []
         for sequence in sequences:
-            number = failures[sequence] = failures.get(sequence, 0) + 1
+            number = failures[sequence] = min(failures.get(sequence, 0) + 1, MAX_FAILURES)
             if self.are_used_up(number):
                 channel.dead_letters.add(sequence, GivenUp(run.attempts, failure.value, run.client.address))
             elif wait_ns := delay_ns or policy.delay_ns(number):
