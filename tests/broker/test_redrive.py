@@ -358,6 +358,26 @@ def test_messages_wait_for_the_checkpoint(make_rig: MakeRig):
     assert client.take_bodies() == [b"poison"]
 
 
+@pytest.mark.parametrize("has_earlier", [False, True])
+def test_a_checkpoint_that_takes_longer_than_a_round_of_upkeep_is_waited_for(
+    make_rig: MakeRig, has_earlier: bool
+):
+    """Rounds of upkeep write no later checkpoint, which would replace it."""
+    later = Later()
+    rig = make_rig(background=later)
+    give_up(rig, b"poison")
+    later.run_all()
+    redrive(rig)
+    if has_earlier:
+        rig.maintain()
+    later.run()
+    rig.channel().mark_changed()
+    rig.maintain()
+    rig.maintain()
+    later.run()
+    assert drain(rig) == [b"poison"]
+
+
 def test_a_seek_amid_the_writing_puts_nothing_back_twice(make_rig: MakeRig):
     later = Later()
     rig = make_rig(background=later, max_bytes_per_file=2000, retention_age=1000)

@@ -96,6 +96,8 @@ class Redrive:
         """A channel that had MAX_WAITING messages to send again."""
         self._saving: set[Channel] = set()
         """Channels whose state must get on disk before the part is done."""
+        self._unsaved: set[Channel] = set()
+        """Those of them whose state was not written, and that nobody is writing."""
         if self.is_running:
             topic.holds[self] = progress.position
 
@@ -127,7 +129,7 @@ class Redrive:
         now_ns, rate = self._broker.monotonic_ns(), self.progress.rate
         self._credit = min(self._credit + rate * (now_ns - self._counted_ns) / 1e9, max(1.0, rate * BURST_S))
         self._counted_ns = now_ns
-        for channel in [*self._saving]:
+        for channel in [*self._unsaved]:
             self._save(channel)
         self.waits_for = ""
         self.proceed()
@@ -240,6 +242,7 @@ class Redrive:
         for one in chosen:
             one.add(name, part, self.topic.log.start)
         self._saving = {one.channel for one in chosen}
+        self._unsaved = self._saving.copy()
         progress = self.progress
         progress.letters += part.letters
         progress.foreign += part.foreign
@@ -255,6 +258,8 @@ class Redrive:
             self._part_done()
 
     def _save(self, channel: Channel) -> None:
+        # One write at a time: a later one would replace it before a slow disk gets to it.
+        self._unsaved.discard(channel)
         if channel.is_exiting:
             self._saved(channel, True)
         else:
@@ -263,7 +268,10 @@ class Redrive:
     def _saved(self, channel: Channel, is_on_disk: bool) -> None:
         """The messages of a channel may be sent once its state is on disk. If that fails, retry()
         tries again."""
-        if channel not in self._saving or not (is_on_disk or channel.is_exiting):
+        if channel not in self._saving:
+            return
+        if not (is_on_disk or channel.is_exiting):
+            self._unsaved.add(channel)
             return
         self._saving.remove(channel)
         if not channel.is_exiting:

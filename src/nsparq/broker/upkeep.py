@@ -60,7 +60,9 @@ class Upkeep:
         """Removals that failed: a description, and the work."""
         self._copying: set[Topic] = set()
         """Topics with a segment that is being copied because its fsync failed."""
-        self._checkpointing: set[Channel] = set()
+        self._checkpointing: dict[Channel, int] = {}
+        """Channels with a checkpoint that is being written, and its version. It replaces earlier
+        ones that are still being written."""
         self._next_checkpoint_ns: dict[Channel, int] = {}
         """Channels with a costly checkpoint, and the earliest time for the next."""
         self._is_syncing_pending = False
@@ -199,7 +201,6 @@ class Upkeep:
                 self.changed.add(topic)
                 continue
             channel.checkpoint.is_stale = False
-            self._checkpointing.add(channel)
             self._checkpoint(channel, channel.checkpoint.file, now_ns)
 
     def checkpoint_now(self, channel: Channel, done: Callable[[bool], None]) -> None:
@@ -207,7 +208,6 @@ class Upkeep:
         this state is on disk, as durable as configured."""
         assert channel.checkpoint.file is not None
         channel.checkpoint.is_stale = False
-        self._checkpointing.add(channel)
         self._checkpoint(channel, channel.checkpoint.file, self._broker.monotonic_ns(), done)
 
     def _checkpoint(
@@ -218,7 +218,7 @@ class Upkeep:
         done: Callable[[bool], None] = lambda _: None,
     ) -> None:
         build = channel.checkpoint.capture()
-        version = state_file.next_version()
+        version = self._checkpointing[channel] = state_file.next_version()
         state: ChannelState | None = None
         is_latest = False
         encoded_ns = began_ns
@@ -231,7 +231,8 @@ class Upkeep:
             is_latest = state_file.write(content, version, sync=channel.topic.is_synchronous)
 
         def written(error: OSError | None) -> None:
-            self._checkpointing.discard(channel)
+            if self._checkpointing.get(channel) == version:
+                del self._checkpointing[channel]
             if channel.is_exiting:
                 done(False)
                 return
