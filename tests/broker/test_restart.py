@@ -550,6 +550,20 @@ def test_a_carried_over_message_that_is_damaged_at_the_start_is_logged(
     assert any("c.carry" in text for text in errors)
 
 
+def test_a_message_that_was_lost_before_it_could_be_carried_over_leaves_no_damage(make_rig: MakeRig):
+    rig = make_rig(max_bytes_per_file=2000)
+    client = rig.subscribe(rdy=200)
+    fill(rig, client)
+    rig.finish(client, *client.take()[1:])
+    path = rig.topic_directory() / rig.names("*.log")[0]
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    rig.maintain()
+    rig.restart()
+    assert (rig.names("*.carry"), rig.topic().corrupt_files) == ([], 0)
+
+
 # another node id: a re-created container, a disk moved to another host
 
 

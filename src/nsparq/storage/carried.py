@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from threading import Lock
@@ -106,10 +106,19 @@ class CarriedFile:
 
     def _write(self, sequences: list[int], content: bytes, sizes: list[int]) -> Places:
         size = self._size
+        if not content:
+            # All were lost to damage. An empty file would look like more of it.
+            return {}
         if size:
             with self._opened(self._path) as fd:
-                self._files.write(fd, [content], size)
-                self._files.sync(fd)
+                try:
+                    self._files.write(fd, [content], size)
+                    self._files.sync(fd)
+                except OSError:
+                    # What it left would look like damage, or like messages that are still kept.
+                    with suppress(OSError):
+                        self._files.truncate(fd, size)
+                    raise
         else:
             # A kill must not leave an empty file: load() would take it for damage.
             self._write_copy(content)
