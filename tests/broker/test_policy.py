@@ -529,6 +529,22 @@ def test_a_crash_after_the_letter_writes_no_second_one(rig: Rig, has_checkpoint:
     assert len(letters(rig)) == 1
 
 
+def test_a_deferred_message_that_became_a_letter_counts_once_after_a_crash(rig: Rig):
+    """The cursor has not reached it, and skips it anyway."""
+    set_policy(rig, max_attempts=1)
+    rig.publish("t", b"one", b"two")
+    rig.publish("t", b"late", defer_ms=1000)
+    rig.publish("t", b"three")
+    rig.maintain()
+    rig.pass_time(2)
+    client = rig.subscribe(rdy=1)
+    fail(rig, client, 1, b"late")
+    assert len(letters(rig)) == 1
+    rig.crash()
+    assert rig.channel().depth == 3
+    assert rig.subscribe(rdy=9).take_bodies() == [b"one", b"two", b"three"]
+
+
 def test_a_replayed_message_may_become_a_dead_letter_again(make_rig: MakeRig):
     rig = make_rig(retention_age=1000)
     client = rig.subscribe(rdy=1)

@@ -244,7 +244,7 @@ class Channel:
         """At the start: these messages have become dead letters."""
         ahead = {sequence for sequence in sequences if sequence >= self.cursor.position}
         self.unfinished.discard(sequences)
-        for sequence in ahead:
+        for sequence in ahead.difference(self.cursor.deferred_ahead):
             self.cursor.skips.add(sequence, sequence + 1)
         self.mark_changed()
 
