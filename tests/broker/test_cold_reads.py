@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -145,6 +146,29 @@ def test_an_error_of_the_background_read_is_reported_by_the_read_after_it(cold: 
     while cold.background.run():
         cold.turn()
     assert client.take_bodies() == bodies(10)
+
+
+def test_an_error_that_goes_on_is_not_said_to_have_ended(make_rig: MakeRig, caplog: pytest.LogCaptureFixture):
+    rig = make_rig(mem_queue_size=1)
+    rig.channel()
+    caplog.set_level(logging.INFO)
+    for _ in range(5):
+        rig.publish("t", b".")
+    for call in ("read", "read_cached"):
+        rig.files.fail(call, ".log", errno.EIO)
+    client = rig.subscribe(rdy=10)
+
+    def said() -> list[str]:
+        rig.maintain()
+        rig.turn()
+        return [text for text in caplog.messages if "cannot read the log" in text]
+
+    for _ in range(3):
+        assert said() == ["t:c: cannot read the log: Input/output error"]
+    rig.files.heal()
+    said()
+    assert said()[1:] == ["recovered from: t:c: cannot read the log: Input/output error"]
+    assert len(client.take()) == 5
 
 
 def test_a_channel_deleted_while_it_waits_for_the_disk_is_gone(cold: Rig):

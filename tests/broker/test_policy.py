@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nsparq.broker import delivery
+from nsparq.broker.channel import Channel
 from nsparq.broker.stats import channel_stats
 from nsparq.broker.tagged import DEAD_LETTERS
 from nsparq.dead_letter import ORIGIN_HEADERS, DeadLetter
@@ -573,6 +574,26 @@ def test_a_letter_that_cannot_be_written_keeps_its_message(rig: Rig):
     assert rig.broker.health.error is None
     assert len(letters(rig)) == 1
     assert [*rig.channel().unfinished] == []
+
+
+@pytest.mark.parametrize("way", [Channel.empty, lambda channel: channel.change_policy(None)])
+def test_the_error_of_a_letter_ends_when_it_is_not_to_be_written_any_more(
+    rig: Rig, way: Callable[[Channel], None]
+):
+    rig.topic("t.dead")
+    client = rig.subscribe(rdy=1)
+    set_policy(rig, max_attempts=1)
+    rig.publish("t", b"poison")
+    rig.files.fail("write", ".log")
+    fail(rig, client, 1)
+    rig.maintain()
+    assert [*rig.broker.health.errors] == ["publish", "dead letters t:c"]
+    rig.files.heal()
+    way(rig.channel())
+    rig.publish("t", b"fine")
+    rig.maintain()
+    rig.maintain()
+    assert rig.broker.health.errors == {}
 
 
 def test_with_fsync_the_message_stays_until_the_letter_is_on_disk(make_rig: MakeRig):

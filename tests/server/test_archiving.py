@@ -358,6 +358,18 @@ def test_a_store_that_is_away_delays_only_the_channel_that_needs_it(rig: Archive
     assert broker_stats(rig.broker)["warnings"] == []
 
 
+def test_a_channel_that_needs_the_archive_no_more_does_not_wait_for_it(rig: ArchiveRig) -> None:
+    rig.channel()
+    rig.fill(40)
+    rig.store.is_away = True
+    rig.subscribe(rdy=100)
+    rig.settle()
+    assert [*rig.broker.health.warnings] == ["archive t:c"]
+    rig.channel().empty()
+    rig.settle()
+    assert rig.broker.health.warnings == {}
+
+
 def test_the_cache_is_bounded(tmp_path: Path, store: FaultyStore) -> None:
     rig = ArchiveRig(tmp_path / "data", store=store, archive_local_bytes=1, archive_cache_bytes=2500)
     rig.channel()

@@ -56,6 +56,9 @@ class Upkeep:
         """Channels whose messages become too old to be delivered. Each round looks at them."""
         self._retried: set[Channel] = set()
         """Channels whose delivery failed. The next round tries again."""
+        self._failed: set[Channel] = set()
+        """Channels that the last round has tried again. Those that have not failed since, and do
+        not read, have recovered."""
         self._not_removed: list[tuple[str, Work]] = []
         """Removals that failed: a description, and the work."""
         self._copying: set[Topic] = set()
@@ -107,6 +110,7 @@ class Upkeep:
     def forget_channel(self, channel: Channel) -> None:
         """The channel was deleted."""
         self._retried.discard(channel)
+        self._failed.discard(channel)
         self.expiring.discard(channel)
         self._next_checkpoint_ns.pop(channel, None)
         for work in ("read", "checkpoint", "carry", "dead letters"):
@@ -156,11 +160,16 @@ class Upkeep:
         self._sync_pending()
 
     def _try_again(self) -> None:
-        for channel in self._retried:
-            # If it fails again, health shows the error again.
-            self._broker.health.set(None, f"read {channel}")
-            self._broker.next_turn.add_channel(channel)
+        for channel in self._failed - self._retried:
+            if channel.delivery.reading is None:
+                self._failed.remove(channel)
+                for activity in ("read", "dead letters"):
+                    self._broker.health.set(None, f"{activity} {channel}")
+                self._broker.health.warn(None, f"archive {channel}")
+        self._failed |= self._retried
         self._retried.clear()
+        for channel in self._failed:
+            self._broker.next_turn.add_channel(channel)
         for channel in self.expiring:
             if channel.cursor.ahead:
                 self._broker.next_turn.add_channel(channel)
