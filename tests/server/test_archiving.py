@@ -12,13 +12,16 @@ import pytest
 
 from nsparq.archive.store import StoredObject
 from nsparq.archive.topic_archive import REPLACED_S, UNKNOWN_S, TopicArchive, latest_manifest
+from nsparq.broker.idempotence import PRODUCERS_FILE
 from nsparq.broker.stats import broker_stats
+from nsparq.delivery_policy import parse_policy
 from nsparq.errors import StartError
 from nsparq.storage.manifest import Manifest
 from nsparq.storage.raw_batch import iter_batches
 from nsparq.storage.segment_list import ARCHIVE_FILE, READ_AHEAD
 from tests.archive.rig import ArchiveRig, FaultyStore, Held, Killed, numbers
 from tests.broker.rig import FakeClient, Later, Rig
+from tests.broker.test_idempotence import publish as publish_numbers
 
 
 @pytest.fixture
@@ -368,6 +371,53 @@ def test_a_channel_that_needs_the_archive_no_more_does_not_wait_for_it(rig: Arch
     rig.channel().empty()
     rig.settle()
     assert rig.broker.health.warnings == {}
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_start_after_a_crash_does_not_wait_for_archived_dead_letters(
+    rig: ArchiveRig, has_checkpoint: bool
+) -> None:
+    """Not even for a channel whose last checkpoint is older than all of them. Letters that no
+    checkpoint has settled stay on the disk."""
+    policy = parse_policy({"max_attempts": 1}, "t")
+    rig.channel("idle").change_policy(policy)
+    rig.channel("idle").pause()
+    rig.channel().change_policy(policy)
+    client = rig.subscribe(rdy=100)
+    rig.settle()
+    if not has_checkpoint:
+        rig.files.fail("replace", "c.channel")
+    rig.fill(40)
+    for message in client.take():
+        rig.requeue(client, message)
+    rig.settle(20)
+    local = [segment.is_local for segment in rig.topic("t.dead").log.sealed_segments()]
+    assert set(local) == {not has_checkpoint}
+    rig.files.heal()
+    rig.store.is_away = True
+    rig.crash()
+    assert rig.channel().depth == 0
+    assert rig.topic("t.dead").positions().messages == 40
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_start_does_not_wait_for_archived_numbers_of_producers(rig: ArchiveRig, is_damaged: bool) -> None:
+    rig.channel()
+    publish_numbers(rig, 0)
+    rig.fill(20, start=1)
+    path = rig.topic_directory() / PRODUCERS_FILE
+    rig.files.fail("replace", PRODUCERS_FILE)
+    for number in range(30):
+        publish_numbers(rig, 10 + number)
+    rig.settle(20)
+    rig.files.heal()
+    if is_damaged:
+        path.write_bytes(b"")
+    rig.store.is_away = True
+    rig.crash()
+    before = rig.log.end
+    assert publish_numbers(rig, *range(10, 40)).is_ok
+    assert rig.log.end == before
 
 
 def test_the_cache_is_bounded(tmp_path: Path, store: FaultyStore) -> None:

@@ -290,7 +290,8 @@ class Broker:
         """Free disk space that is not needed."""
         for topic in self.topics.values():
             try:
-                self.upkeep.remove_segments(topic.log.trim(topic.low(), self.age_ns() / 1e9))
+                dropped = topic.log.trim(topic.low(), self.age_ns() / 1e9, topic.start_low())
+                self.upkeep.remove_segments(dropped)
             except OSError as error:
                 logger.warning("%s: cannot remove segments that no channel needs: %s", topic, error)
         self.data_path.use_reserve()

@@ -103,8 +103,7 @@ class DeadLetters:
         self._writing = {sequence: given_up[sequence] for sequence in letters}
         self._topic, self._start, self._end = topic, start, topic.log.end
         if channel.is_durable:
-            self._holding.add(topic)
-            topic.holds.setdefault(self, start)
+            self.hold(topic, start)
         topic.publishing.when_committed(lambda error: self._written(name, error))
 
     def _letters(self) -> dict[int, tuple[bytes, bytes]]:
@@ -178,6 +177,11 @@ class DeadLetters:
 
     # checkpoints
 
+    def hold(self, topic: Topic, start: int) -> None:
+        """Have a topic keep its letters from `start` on until a checkpoint has settled them."""
+        self._holding.add(topic)
+        topic.holds.setdefault(self, start)
+
     def note_in(self, state: ChannelState) -> None:
         """Note in a state of the channel which letters were put back, and up to where it knows of
         its letters."""
@@ -237,10 +241,14 @@ def settle(broker: Broker) -> None:
             if name in broker.topics:
                 channels[name].append(channel)
     for name, some in channels.items():
-        since = min(channel.checkpoint.letters_seen[1] for channel in some)
+        log = broker.topics[name].log
+        for channel in some:
+            channel.dead_letters.hold(broker.topics[name], channel.checkpoint.letters_seen[1])
+        # Letters that no checkpoint has settled have not left the disk.
+        since = max(log.archived_end, min(channel.checkpoint.letters_seen[1] for channel in some))
         by_origin = {(channel.topic.name, channel.name): channel for channel in some}
         written: dict[Channel, set[int]] = defaultdict(set)
-        for number, body, block in tagged_messages(broker.topics[name].log, DEAD_LETTERS, since):
+        for number, body, block in tagged_messages(log, DEAD_LETTERS, since):
             letter = decode_letter(number, body, block)
             origin = by_origin.get(letter.origin) if letter is not None else None
             # Before its own position a channel knows of its letters. Messages from there may be

@@ -216,10 +216,12 @@ class Idempotence:
             logger.error("%s is damaged (%s): repeats are found in the log instead", path, error)
             producers = []
             window_ns = round(topic.broker.options.producer_window_time * 1e9)
-            position = log.search_time(now_ns - window_ns).run()
+            found = log.search_time(now_ns - window_ns)
+            # A start does not wait for an archive.
+            position = 0 if found.is_remote else found.run()
         for producer in producers:
             self._seen.put(producer)
-        self._position = min(max(position, log.start), log.end)
+        self._position = min(max(position, log.archived_end), log.end)
         self._read_log(self._position)
 
     def _read_log(self, since: int) -> bool:

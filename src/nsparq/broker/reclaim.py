@@ -38,7 +38,7 @@ def reclaim(topic: Topic, age_ns: int) -> list[Segment]:
     pinned = passed[:-PINNED_SEGMENTS]
     for channel in topic.channels.values():
         _carry(channel, partial(_begin, channel, sealed, pinned))
-    return topic.log.trim(topic.low(), age_ns / 1e9)
+    return topic.log.trim(topic.low(), age_ns / 1e9, topic.start_low())
 
 
 class _Fetch(NamedTuple):

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nsparq.broker.channel import Channel
+from nsparq.broker.dead_letters import DeadLetters
 from nsparq.broker.ephemeral import EphemeralBound
 from nsparq.broker.idempotence import Idempotence, load_producers
 from nsparq.broker.importer import let_import_count, undo_import
@@ -418,6 +420,14 @@ class Topic:
         """The oldest sequence number that a channel or a hold still needs."""
         lowest = min((channel.low() for channel in self.channels.values()), default=self.origin)
         return min(lowest, *self.holds.values()) if self.holds else lowest
+
+    def start_low(self) -> int:
+        """The oldest sequence number that the next start has to read. It must not have to wait for
+        an archive."""
+        readers = DeadLetters | Idempotence
+        return min(
+            (at for owner, at in self.holds.items() if isinstance(owner, readers)), default=sys.maxsize
+        )
 
     def low_fell(self) -> None:
         """A channel has gone back in the log: low() must be computed again."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -428,14 +429,18 @@ class DiskLog:
         return self.segments[:-1]
 
     @property
+    def archived_end(self) -> int:
+        return max((segment.end for segment in self.segments if not segment.is_local), default=self.start)
+
+    @property
     def has_aging_segments(self) -> bool:
         # An archive also has objects that are removed at an age.
         is_aging = self.settings.retention_s or self.settings.is_archived
         return bool(is_aging and len(self.segments) > 1)
 
-    def trim(self, low: int, now_s: float) -> list[Segment]:
+    def trim(self, low: int, now_s: float, start_low: int = sys.maxsize) -> list[Segment]:
         self.low = low
-        dropped = self.segments.trim(low, now_s, self.settings)
+        dropped = self.segments.trim(low, now_s, self.settings, start_low)
         gone = [segment for segment in dropped if not segment.keeps_index]
         if gone:
             self._dropped_before = gone[-1].end

@@ -6,6 +6,7 @@ topics, keeps them in memory alone. The broker uses both through `Log`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from enum import Enum
 from typing import Final, NamedTuple, Protocol
@@ -212,14 +213,18 @@ class Log(Protocol):
         """All segments but the one that messages are appended to."""
 
     @property
+    def archived_end(self) -> int:
+        """End of the messages that are only in an archive; the log's start if there are none."""
+
+    @property
     def has_aging_segments(self) -> bool:
         """Whether segments wait for the age at which retention removes them, here or in an
         archive."""
 
-    def trim(self, low: int, now_s: float) -> list[Segment]:
+    def trim(self, low: int, now_s: float, start_low: int = sys.maxsize) -> list[Segment]:
         """Drop messages before `low`, which no reader needs, unless retention keeps them. Archived
-        segments may stay in the log without their file. Gives the segments whose files the caller
-        must remove."""
+        segments may stay in the log without their file, but not those from `start_low` on. Gives
+        the segments whose files the caller must remove."""
 
 
 def check_reach(log: Log, sequence: int) -> None:

@@ -99,7 +99,11 @@ class MemoryLog:
 
     # removing
 
-    def trim(self, low: int, now_s: float = 0) -> list[Segment]:
+    @property
+    def archived_end(self) -> int:
+        return self.start
+
+    def trim(self, low: int, now_s: float = 0, start_low: int = 0) -> list[Segment]:
         self.hold(-sum([batch.size for batch in self._batches.pop_before(low)]))
         self.gaps.drop_before(low)
         return []

@@ -167,10 +167,10 @@ class SegmentList(list[Segment]):
 
     # removing
 
-    def trim(self, low: int, now_s: float, settings: LogSettings) -> list[Segment]:
-        """Take out the segments before `low` that retention does not keep."""
+    def trim(self, low: int, now_s: float, settings: LogSettings, start_low: int) -> list[Segment]:
+        """Take out the segments before `low` that retention does not keep. See Log.trim."""
         if settings.is_archived:
-            return self._expire(low, now_s, settings) + self._leave_disk(low, now_s, settings)
+            return self._expire(low, now_s, settings) + self._leave_disk(low, now_s, settings, start_low)
         number = 0
         for segment in self:
             is_small = segment is self.active and segment.size < IDLE_ROLL_SIZE
@@ -203,7 +203,7 @@ class SegmentList(list[Segment]):
         self.expired += [segment.entry for segment in taken if segment.entry is not None]
         return taken
 
-    def _leave_disk(self, low: int, now_s: float, settings: LogSettings) -> list[Segment]:
+    def _leave_disk(self, low: int, now_s: float, settings: LogSettings, start_low: int) -> list[Segment]:
         """Let archived segments leave the disk, if no channel needs them and local retention allows
         it, or if they take too much space. The log keeps them."""
         limit, size = settings.archive_local_bytes, self.size_bytes
@@ -212,6 +212,8 @@ class SegmentList(list[Segment]):
             if not segment.is_local:
                 continue
             if segment.entry is None or segment is self.active or segment.is_doubtful:
+                break
+            if segment.end > start_low:
                 break
             is_needed = segment.end > low or _is_retained(
                 self[number:], now_s, settings.retention_s, settings.retention_bytes
