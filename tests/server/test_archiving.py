@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,9 @@ from nsparq.broker.idempotence import PRODUCERS_FILE
 from nsparq.broker.stats import broker_stats
 from nsparq.delivery_policy import parse_policy
 from nsparq.errors import StartError
+from nsparq.http.api import ApiError
+from nsparq.packed import PackedBodies
+from nsparq.server.committing import Committer
 from nsparq.storage.manifest import Manifest
 from nsparq.storage.raw_batch import iter_batches
 from nsparq.storage.segment_list import ARCHIVE_FILE, READ_AHEAD
@@ -398,6 +403,37 @@ def test_a_start_after_a_crash_does_not_wait_for_archived_dead_letters(
     rig.crash()
     assert rig.channel().depth == 0
     assert rig.topic("t.dead").positions().messages == 40
+
+
+def test_a_commit_that_a_crash_interrupted_waits_for_the_archive_and_a_start_does_not(
+    rig: ArchiveRig,
+) -> None:
+    rig.channel()
+    staged = [b"%d" % number + b"." * 90 for number in range(30)]
+    transactions = rig.broker.transactions
+    for number in range(0, 30, 10):
+        transactions.stage("p", 1, "w", "t", PackedBodies.of(staged[number : number + 10]))
+    transaction = transactions.promise("p", 1, {"w": 30})
+    transactions.decide(transaction)
+    transaction.write_promise(sync=False)
+    for chunk in transaction.chunks[:2]:
+        transactions.apply(transaction, chunk, chunk.read(rig.files))
+        rig.settle()
+    rig.fill(20, start=100)
+    rig.store.is_away = True
+    rig.crash()
+
+    async def work(read: Callable[[], Any], *, is_remote: bool = False) -> Any:
+        return read()
+
+    nsqd: Any = SimpleNamespace(broker=rig.broker, options=rig.options, in_disk_thread=work)
+    committer = Committer(nsqd)
+    with pytest.raises(ApiError, match="WRITE_FAILED"):
+        asyncio.run(committer.commit("p", 1))
+    rig.store.is_away = False
+    rig.clock.advance(60)
+    assert asyncio.run(committer.commit("p", 1))["messages"] == 30
+    assert sorted(consume(rig, 50)) == [*range(30), *range(100, 120)]
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])

@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from nsparq.broker.tagged import count_tagged
+from nsparq.broker.tagged import SEARCH_SIZE, count_tagged
 from nsparq.errors import CorruptBatch, NsparqError
 from nsparq.storage.checked_json import read_json, write_json
 from nsparq.storage.log import Durability
+from nsparq.storage.log_range import LogRange
 from nsparq.storage.staging import Chunk, Part
 
 if TYPE_CHECKING:
@@ -125,6 +126,9 @@ class Transaction:
         self.decision: Decision | None = None
         self.present: dict[str, int] = {}
         """By topic, messages that are in the log already and must not be appended again."""
+        self.uncounted: dict[str, tuple[int, int]] = {}
+        """By topic, the part of the log in which such messages have still to be counted, because it
+        is only in an archive. A start does not wait for that."""
         self.applied = 0
         """Number of chunks that are published, or skipped because they are lost."""
         self.lost: dict[int, int] = {}
@@ -265,7 +269,24 @@ class Transaction:
         if topic is None or topic.incarnation != incarnation:
             return 0
         topic.holds[self] = end
-        return count_tagged(topic.log, self.decision.tag, end)
+        local = topic.log.archived_end
+        if end < local:
+            self.uncounted[name] = end, local
+        return count_tagged(topic.log, self.decision.tag, max(end, local))
+
+    def locate_uncounted(self, name: str) -> LogRange | None:
+        """What is to be read next, to count the messages that are in the log of a topic. None if
+        that is done, or the topic was deleted meanwhile."""
+        topic = self._broker.topics.get(name)
+        start, end = self.uncounted[name]
+        if self.decision is None or topic is None or topic.incarnation != self.decision.topics[name][0]:
+            return None
+        return topic.log.locate(max(start, topic.log.start), SEARCH_SIZE) if start < end else None
+
+    def count(self, name: str, place: LogRange, messages: int) -> None:
+        """So many messages were found in what locate_uncounted() gave."""
+        self.present[name] += messages
+        self.uncounted[name] = place.next, self.uncounted[name][1]
 
 
 class Producer:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakValueDictionary
 
+from nsparq.broker.tagged import count_in_range
 from nsparq.broker.transaction import (
     AlreadyCommitted,
     Damaged,
@@ -245,6 +246,7 @@ class Committer:
         """Publish every message that can be read. May be called again after StorageError, OSError,
         Exiting or ApiError."""
         nsqd, transactions = self._nsqd, self._transactions
+        await self._count_archived(transaction)
         for chunk in transaction.chunks[transaction.applied :]:
             if transaction.applied in transaction.lost:
                 transactions.pass_over(transaction, chunk)
@@ -276,6 +278,18 @@ class Committer:
                 transaction.is_published = False
                 raise
             transactions.release(transaction)
+
+    async def _count_archived(self, transaction: Transaction) -> None:
+        """Count the messages that a run before a crash has published and that have left the
+        disk."""
+        decision = transaction.decision
+        assert decision is not None
+        for name in [*transaction.uncounted]:
+            while (place := transaction.locate_uncounted(name)) is not None:
+                work = partial(count_in_range, place, decision.tag, decision.topics[name][1])
+                found = await self._nsqd.in_disk_thread(work, is_remote=place.is_remote)
+                transaction.count(name, place, found)
+            del transaction.uncounted[name]
 
 
 async def _wait_until_committed(topic: Topic) -> None:
