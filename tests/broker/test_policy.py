@@ -530,6 +530,28 @@ def test_a_crash_after_the_letter_writes_no_second_one(rig: Rig, has_checkpoint:
     assert len(letters(rig)) == 1
 
 
+def test_a_crash_writes_no_second_letter_after_a_change_of_the_dead_letter_topic(make_rig: MakeRig):
+    """The topic changes while letters wait for an fsync, and the crash comes before the next
+    checkpoint."""
+    later = Later()
+    rig = make_rig(durability="fsync", background=later)
+    client = rig.subscribe(rdy=1)
+    set_policy(rig, max_attempts=1, dead_letters="first")
+    for body in (b"one", b"two"):
+        rig.publish("t", body)
+    later.run_all()
+    rig.turn()
+    fail(rig, client, 1, b"one")
+    set_policy(rig, max_attempts=1, dead_letters="second")
+    fail(rig, client, 1, b"two")
+    later.run_all()
+    rig.turn()
+    later.run_all()
+    assert [len(letters(rig, name)) for name in ("first", "second")] == [1, 1]
+    rig.crash()
+    assert rig.channel().depth == 0
+
+
 def test_a_deferred_message_that_became_a_letter_counts_once_after_a_crash(rig: Rig):
     """The cursor has not reached it, and skips it anyway."""
     set_policy(rig, max_attempts=1)

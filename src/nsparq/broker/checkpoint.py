@@ -144,7 +144,7 @@ class Checkpoint:
         channel.paused = state.paused
         channel.owner, channel.owned_since_ns = state.owner, state.owned_since_ns
         channel.retries.restore(state.policy)
-        channel.dead_letters.redriven = state.redriven
+        channel.dead_letters.redriven, channel.dead_letters.noted = state.redriven, state.letters_topic
         channel.ordering.restore(state.ordered_by)
         if state.are_letters_pending or not topic.broker.was_stopped_cleanly:
             self.letters_seen = state.letters_topic, state.letters_position

@@ -62,6 +62,9 @@ class DeadLetters:
         """The topic of the last letters."""
         self._start = self._end = 0
         """Positions there before and after the last letters."""
+        self.noted = ""
+        """The dead-letter topic in the state on disk: the only one in which a start looks for
+        letters of the channel."""
         self._holding: set[Topic] = set()
         """Topics that keep letters for us until a checkpoint has settled them."""
         self.redriven: dict[str, NumberRanges] = {}
@@ -91,6 +94,9 @@ class DeadLetters:
         source = f"dead letters {channel}"
         try:
             topic = self._find_topic(name)
+            if name != self.noted:
+                # The policy has changed while earlier letters waited for an fsync.
+                channel.topic.save_channel(channel)
             topic.publishing.flush()
             start = topic.log.end
             bodies = PackedBodies.of([body for body, _ in letters.values()])
@@ -198,7 +204,8 @@ class DeadLetters:
     def state_written(self, state: ChannelState) -> None:
         """A state is on disk: the dead-letter topic need not keep what lies before its position. A
         topic that the state does not name has no letters that the state does not know, because
-        every change of the policy writes a state."""
+        the first letter in another topic comes after a state that names it."""
+        self.noted = state.letters_topic
         for topic in [*self._holding]:
             if topic.name == state.letters_topic and state.letters_position < self._end:
                 topic.holds[self] = max(topic.holds[self], state.letters_position)
