@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nsparq.broker import delivery
+from nsparq.broker import dead_letters, delivery
 from nsparq.broker.channel import Channel
 from nsparq.broker.stats import channel_stats
 from nsparq.broker.tagged import DEAD_LETTERS
@@ -550,6 +550,24 @@ def test_a_crash_writes_no_second_letter_after_a_change_of_the_dead_letter_topic
     assert [len(letters(rig, name)) for name in ("first", "second")] == [1, 1]
     rig.crash()
     assert rig.channel().depth == 0
+
+
+def test_a_crash_does_not_read_all_letters_since_an_idle_channel_was_used(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(dead_letters, "MAX_BEHIND", 8)
+    set_policy(rig, "idle", "other", max_attempts=1, dead_letters="t.dead")
+    set_policy(rig, max_attempts=1)
+    rig.maintain()
+    client = rig.subscribe(rdy=1)
+    for _ in range(20):
+        rig.publish("t", b"poison")
+        fail(rig, client, 1)
+        rig.maintain()
+    rig.crash()
+    name, position = rig.channel("idle", "other").checkpoint.letters_seen
+    log = rig.topic(name).log
+    assert 0 < log.count(position, log.end) <= 8
 
 
 def test_a_deferred_message_that_became_a_letter_counts_once_after_a_crash(rig: Rig):

@@ -38,6 +38,10 @@ logger = logging.getLogger(__name__)
 MAX_LETTERS: Final = 500
 MAX_BYTES: Final = 1 << 20
 """Limits on what one channel writes at a time; a larger letter is written alone."""
+MAX_BEHIND: Final = 1 << 20
+"""After so many letters of a topic, all channels that may have letters there write a checkpoint,
+idle ones, too. A start after a crash reads letters since the oldest of these checkpoints, about two
+seconds for a million."""
 
 
 class GivenUp(NamedTuple):
@@ -110,6 +114,8 @@ class DeadLetters:
         self._topic, self._start, self._end = topic, start, topic.log.end
         if channel.is_durable:
             self.hold(topic, start)
+        if start // MAX_BEHIND != topic.log.end // MAX_BEHIND:
+            _mark_changed(broker, name)
         topic.publishing.when_committed(lambda error: self._written(name, error))
 
     def _letters(self) -> dict[int, tuple[bytes, bytes]]:
@@ -220,6 +226,15 @@ class DeadLetters:
     def _release(self, topic: Topic) -> None:
         self._holding.remove(topic)
         del topic.holds[self]
+
+
+def _mark_changed(broker: Broker, name: str) -> None:
+    """Have all channels write a checkpoint whose dead letters go to a topic."""
+    for topic in broker.topics.values():
+        for channel in topic.channels.values():
+            policy = channel.retries.policy
+            if policy is not None and policy.dead_letter_topic(topic.name) == name:
+                channel.mark_changed()
 
 
 def _without_origin(message: Batch) -> tuple[bytes, bytes]:
