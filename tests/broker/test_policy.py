@@ -599,6 +599,29 @@ def test_a_replayed_message_may_become_a_dead_letter_again(make_rig: MakeRig):
     assert len(letters(rig)) == 2
 
 
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_a_seek_back_while_a_letter_waits_for_its_fsync_survives_a_crash(
+    make_rig: MakeRig, has_checkpoint: bool
+):
+    later = Later()
+    rig = make_rig(durability="fsync", background=later)
+    client = rig.subscribe(rdy=1)
+    set_policy(rig, max_attempts=1)
+    rig.publish("t", b"poison")
+    later.run_all()
+    rig.turn()
+    fail(rig, client, 1)
+    rig.disconnect(client)
+    fsyncs, later.jobs = later.jobs, []
+    rig.channel().seek(0)
+    if has_checkpoint:
+        rig.maintain()
+        later.run()
+    assert fsyncs and len(letters(rig)) == 1
+    rig.crash()
+    assert rig.subscribe(rdy=1).take_bodies() == [b"poison"]
+
+
 def test_a_letter_that_cannot_be_written_keeps_its_message(rig: Rig):
     client = rig.subscribe(rdy=1)
     set_policy(rig, max_attempts=1)

@@ -65,9 +65,10 @@ class Checkpoint:
         """The state of the channel after a seek: everything from `sequence` on is to be
         delivered."""
         topic = self._channel.topic
-        return self._state(cursor=sequence, seen=sequence, replay=(topic.visible_end, topic.broker.wall_ns()))
+        replay = topic.visible_end, topic.broker.wall_ns()
+        return self._state(cursor=sequence, seen=sequence, replay=replay, is_anew=True)
 
-    def _state(self, **place: Any) -> ChannelState:
+    def _state(self, *, is_anew: bool = False, **place: Any) -> ChannelState:
         """State of the channel. `place` has the fields that depend on the position."""
         channel = self._channel
         state = ChannelState(
@@ -80,7 +81,7 @@ class Checkpoint:
             ordered_by=channel.ordering.ordered_by,
             **place,
         )
-        channel.dead_letters.note_in(state)
+        channel.dead_letters.note_in(state, is_anew=is_anew)
         return state
 
     def save(self, *, sync: bool, state: ChannelState | None = None) -> None:

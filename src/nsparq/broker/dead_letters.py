@@ -194,12 +194,15 @@ class DeadLetters:
         self._holding.add(topic)
         topic.holds.setdefault(self, start)
 
-    def note_in(self, state: ChannelState) -> None:
+    def note_in(self, state: ChannelState, *, is_anew: bool) -> None:
         """Note in a state of the channel which letters were put back, and up to where it knows of
-        its letters."""
+        its letters. After a seek (`is_anew`) it has nothing to do with the letters so far: their
+        messages are finished, or are to be delivered again."""
         state.redriven = self.redriven.copy()
         policy, broker = self._channel.retries.policy, self._channel.topic.broker
-        if self._writing and self._topic is not None:
+        given_up = self._channel.unfinished.given_up
+        is_pending = any(given_up.get(sequence) is one for sequence, one in self._writing.items())
+        if is_pending and not is_anew and self._topic is not None:
             state.letters_topic, state.letters_position = self._topic.name, self._start
             state.are_letters_pending = True
         elif policy is not None:
