@@ -275,6 +275,13 @@ def test_a_body_size_out_of_range_is_refused_before_the_body_arrives(verb: str) 
         assert refusal(line + size(number)) == f"E_BAD_BODY {verb} invalid body size {number}"
 
 
+def test_identify_is_limited_whatever_other_bodies_may_have() -> None:
+    large = Limits(max_body_size=1 << 30)
+    assert not outcome_of(b"IDENTIFY\n" + sized(b"{}".ljust(65_536)), large).error
+    error = outcome_of(b"IDENTIFY\n" + size(65_537), large).error
+    assert error == "E_BAD_BODY IDENTIFY body too big 65537 > 65536"
+
+
 @pytest.mark.parametrize("verb", ["IDENTIFY", "AUTH"])
 def test_the_error_for_an_unfinished_body_names_the_missing_part(verb: str) -> None:
     line = verb.encode() + b"\n"
@@ -306,15 +313,15 @@ def test_a_refused_identify_changes_nothing() -> None:
     assert protocol.identity is before
 
 
-def test_the_cost_of_identify_in_single_bytes_is_linear() -> None:
-    assert_cost_is_linear(lambda n: feed_slowly(b"IDENTIFY\n" + sized(b"{}".ljust(n)), Limits()), 32 << 10)
-
-
 # 11. AUTH
 
 
 def test_auth_gives_the_secret() -> None:
     assert commands(b"AUTH\n" + sized(b"se\ncret\x00")) == [Auth(b"se\ncret\x00")]
+
+
+def test_the_cost_of_a_body_in_single_bytes_is_linear() -> None:
+    assert_cost_is_linear(lambda n: feed_slowly(b"AUTH\n" + sized(bytes(n)), Limits()), 32 << 10)
 
 
 @pytest.mark.parametrize("line", [b"AUTH x\n", b"AUTH \n"])

@@ -19,7 +19,6 @@ COMMANDS = {
     "PUB": b"PUB t\n" + sized(LARGE),
     "DPUB": b"DPUB t 5\n" + sized(LARGE),
     "MPUB": b"MPUB t\n" + sized(multi([LARGE[:1000]] * 100)),
-    "IDENTIFY": b"IDENTIFY\n" + sized(b"{" + b" " * 100_000 + b"}"),
     "AUTH": b"AUTH\n" + sized(LARGE),
 }
 every_command = pytest.mark.parametrize("verb", COMMANDS)

@@ -8,6 +8,10 @@ from typing import Final
 MAX_LINE: Final = 16_384
 """A command line with its LF must fit NSQ's read buffer."""
 
+MAX_IDENTIFY_BODY: Final = 65_536
+"""Bytes of an IDENTIFY. A connection keeps its texts, and decoding a long one would hold up the
+event loop. NSQ has only the limit for all bodies."""
+
 DEFAULT_HEARTBEAT_MS: Final = 30_000
 DEFAULT_OUTPUT_BUFFER_SIZE: Final = 16_384
 MIN_OUTPUT_BUFFER_SIZE: Final = 64

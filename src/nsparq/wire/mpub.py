@@ -18,7 +18,7 @@ from nsparq import kernel
 from nsparq.errors import FatalClientError
 from nsparq.packed import PackedBodies
 from nsparq.wire.header_blocks import take_headers
-from nsparq.wire.limits import Limits
+from nsparq.wire.limits import MAX_IDENTIFY_BODY, Limits
 
 SIZE: Final = struct.Struct(">i")
 _MAX_PARTS: Final = 64
@@ -45,8 +45,11 @@ def check_body_size(size: int, limits: Limits, verb: str) -> None:
     """The rule for the size of everything behind the line of an IDENTIFY, AUTH or MPUB."""
     if size <= 0:
         raise bad_body(f"{verb} invalid body size {size}")
-    if size > limits.max_body_size:
-        raise bad_body(f"{verb} body too big {size} > {limits.max_body_size}")
+    most = limits.max_body_size
+    if verb == "IDENTIFY":
+        most = min(most, MAX_IDENTIFY_BODY)
+    if size > most:
+        raise bad_body(f"{verb} body too big {size} > {most}")
 
 
 class MessageReader:
