@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from nsparq.errors import FatalClientError
@@ -84,6 +86,13 @@ def test_discarded_bytes_do_not_count() -> None:
         protocol.discard()
         protocol.discard()
     assert unfinished.size == 0
+
+
+@pytest.mark.parametrize("step", [2, 3_000])
+def test_a_body_in_small_pieces_takes_the_memory_of_its_bytes(step: int) -> None:
+    protocol = connected(Unfinished(1 << 20))
+    receive(protocol, COMMANDS["PUB"][:-1], step)
+    assert sum(map(sys.getsizeof, (*protocol._chunks, protocol._chunks))) < 1.1 * len(LARGE)
 
 
 def test_an_idle_connection_keeps_no_received_bytes() -> None:

@@ -52,6 +52,10 @@ _ALLOWED: Final = {
     b"CLS": (SUBSCRIBED,),
 }
 
+_SMALL: Final = 512
+"""Shorter pieces of a body are joined as they arrive: each would take 40 bytes more than it has."""
+_MAX_JOINED: Final = 4096
+"""Bytes to which they are joined. Joining them to longer ones would copy too much."""
 _MAX_KNOWN_LINE: Final = 128
 """Longer lines are not remembered: they carry parameters that nobody reads."""
 _MAX_KNOWN_LINES: Final = 64
@@ -123,7 +127,11 @@ class ServerProtocol:
         if data:
             if self._missing > len(data):
                 self._missing -= len(data)
-                self._chunks.append(data)
+                chunks = self._chunks
+                if len(data) < _SMALL and chunks and len(chunks[-1]) < _MAX_JOINED:
+                    chunks[-1] += data
+                else:
+                    chunks.append(data)
                 self._hold(self._held + len(data))
                 return None
             if self._chunks:
