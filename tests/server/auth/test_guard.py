@@ -231,6 +231,16 @@ def test_the_first_of_a_repeated_parameter_is_checked(broker: BrokerThread) -> N
         broker.request("POST", twice, headers=bearer("owner")).expect_error(403, "UNAUTHORIZED")
 
 
+@pytest.mark.usefixtures("unchanged")
+def test_a_name_that_is_not_utf_8_is_checked_and_refused_as_any_other(broker: BrokerThread) -> None:
+    path = f"/channel/empty?topic={MINE}&channel=%ff"
+    broker.request("POST", path, headers=bearer("owner")).expect_error(400, "INVALID_ARG_CHANNEL")
+    broker.request("POST", path, headers=bearer("consumer")).expect_error(403, "UNAUTHORIZED")
+    broker.request("POST", "/topic/create?topic=%ff", headers=bearer("owner")).expect_error(
+        403, "UNAUTHORIZED"
+    )
+
+
 @pytest.mark.usefixtures("topics")
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_every_endpoint_is_reachable_with_its_permission(broker: BrokerThread, endpoint: Endpoint) -> None:

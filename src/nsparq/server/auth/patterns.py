@@ -56,7 +56,7 @@ class Pattern:
 
     def search(self, name: str) -> bool:
         """Whether the pattern matches any part of the name, which may be empty."""
-        return self._compiled.search(name) is not None
+        return self._compiled.search(name.encode("utf-8", "replace")) is not None
 
 
 @lru_cache(1024)
