@@ -76,6 +76,12 @@ def test_a_program_may_use_any_name(hosts: HostNames, headers: dict[str, str]) -
     assert is_refused(hosts, THEIRS[0], **BROWSERS[0])
 
 
+def test_no_host_too_long_for_a_name_is_kept(hosts: HostNames) -> None:
+    known = {*hosts._good}
+    assert not is_refused(hosts, "a" * 60_000)
+    assert hosts._good == known
+
+
 def test_tls_and_unix_sockets_need_no_check(hosts: HostNames) -> None:
     assert not is_refused(hosts, THEIRS[0], secure=object(), **BROWSERS[0])
     assert not is_refused(hosts, THEIRS[0], peer="", **BROWSERS[0])

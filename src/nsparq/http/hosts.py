@@ -32,6 +32,8 @@ BROWSER_HEADERS: Final = frozenset(
 """A browser sends at least one of these, and a script cannot prevent it: Accept-Language with a
 GET, Origin with other methods."""
 MAX_KNOWN: Final = 1024
+MAX_LENGTH: Final = 300
+"""Longest value of Host that is remembered. A host name has at most 253 characters."""
 
 
 class HostNames:
@@ -55,7 +57,7 @@ class HostNames:
             return
         shown = host_of(host.decode("latin-1"))
         if self._is_ours(shown):
-            if len(self._good) < MAX_KNOWN:
+            if len(self._good) < MAX_KNOWN and len(host) <= MAX_LENGTH:
                 self._good.add(host)
         elif _is_browser(request):
             reason = (

@@ -83,6 +83,15 @@ def test_the_number_of_cached_decisions_is_limited() -> None:
     assert found == grant(authorization("^t1", PUBLISH))
 
 
+def test_no_decision_about_a_text_too_long_for_a_name_is_kept() -> None:
+    found = grant(authorization("t", PUBLISH))
+    for texts in (("t" * 65, ""), ("t", "c" * 65)):
+        assert found.allows(PUBLISH, *texts)
+    assert found._answers == {}
+    assert found.allows(PUBLISH, "t" * 64, "c" * 64)
+    assert len(found._answers) == 1
+
+
 def test_a_grant_ends_with_its_time_or_with_its_policy() -> None:
     found = grant(expires=10.0)
     assert not found.is_expired(9.9) and found.is_expired(10.0)

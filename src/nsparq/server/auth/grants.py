@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Final, Protocol
 
 from nsparq.errors import NsparqError
+from nsparq.names import MAX_NAME_LENGTH
 from nsparq.server.auth.patterns import Pattern
 
 MAX_REMEMBERED: Final = 1024
@@ -82,10 +83,12 @@ class Grant:
         key = (permission, topic, channel)
         known = self._answers.get(key)
         if known is None:
-            if len(self._answers) >= MAX_REMEMBERED:
-                self._answers.clear()
             known = any(entry.allows(permission, topic, channel) for entry in self.authorizations)
-            self._answers[key] = known
+            # HTTP parameters may be as long as the head of a request.
+            if len(topic) <= MAX_NAME_LENGTH and len(channel) <= MAX_NAME_LENGTH:
+                if len(self._answers) >= MAX_REMEMBERED:
+                    self._answers.clear()
+                self._answers[key] = known
         return known
 
     def may(self, permission: Permission) -> bool:
