@@ -19,7 +19,7 @@ import pytest
 
 from nsparq.server import lookup_peer
 from tests.support import BrokerProcess, BrokerThread, unique_name, wait_until
-from tests.support.auth_server import AuthServer, unused_port
+from tests.support.auth_server import AuthServer, entry, unused_port
 from tests.support.lookupd import LookupdThread
 
 
@@ -277,6 +277,22 @@ def test_an_nsqlookupd_whose_http_port_does_not_answer(start: Start, lookupd: Sc
         broker = start(lookupd, sane, http_client_request_timeout=0.2)
         broker.publish("t", b"x")
         wait_until(lambda: channels(broker, "t") == {"known": 1})
+        lookupd.http.stalled.clear()
+
+
+def test_an_nsqlookupd_that_does_not_answer_keeps_nobody_from_authenticating(
+    start: Start, lookupd: ScriptedLookupd
+) -> None:
+    lookupd.http.stalled.set()
+    with AuthServer() as auth_server:
+        auth_server.grant(entry(".*", "publish"))
+        broker = start(lookupd, auth_http_address=(auth_server.address,), http_client_request_timeout=60.0)
+        for number in range(32):
+            broker.control("create", f"t{number}")
+        wait_until(lambda: len(lookupd.asked) == 16)
+        with broker.connect() as client:
+            client.command("AUTH", body=b"secret")
+            assert b"permission_count" in client.read_frame().data
         lookupd.http.stalled.clear()
 
 

@@ -92,7 +92,7 @@ class Nsqd:
         self._all_gone = asyncio.Event()
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="nsqd-disk")
         self._askers = ThreadPoolExecutor(16, thread_name_prefix="nsqd-ask")
-        """For requests to other servers, which may take seconds."""
+        """For requests to auth servers, which may take seconds, and for hashing passwords."""
         self._listeners = Listeners()
         self.is_stopping = False
         """Whether the daemon stops: requests that wait for something are answered now."""
@@ -118,7 +118,7 @@ class Nsqd:
         if replication is not None:
             self.broker.health.other = replication.state.why_unhealthy
         self.committer = Committer(self)
-        self._discovery = Discovery(self, self._askers)
+        self._discovery = Discovery(self)
         self._statsd: Statsd | None = None
 
     # who we are
@@ -279,11 +279,11 @@ class Nsqd:
         await asyncio.gather(self._wait_for_clients(), *(http.close() for http in self._http))
         if self.guard is not None:
             await self.guard.close()
-        await self._discovery.peers.stop()
+        await self._discovery.stop()
         if self.archiving is not None:
             self.archiving.stop()
         await asyncio.to_thread(self._threads.shutdown)
-        # A request in progress may take seconds, and nobody waits for its answer any more.
+        # As in Discovery.stop().
         self._askers.shutdown(wait=False, cancel_futures=True)
         await asyncio.sleep(0)
         self.oks.ring = None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
@@ -31,7 +31,7 @@ MAX_ANSWER: Final = 16 << 20
 class Discovery:
     """Asks in threads, so that nothing waits for the answers."""
 
-    def __init__(self, nsqd: Nsqd, threads: Executor) -> None:
+    def __init__(self, nsqd: Nsqd) -> None:
         self.peers = LookupPeers(
             nsqd.options.lookupd_tcp_address,
             identity=self._identity,
@@ -39,7 +39,8 @@ class Discovery:
             max_body_size=nsqd.options.max_body_size,
         )
         self._nsqd = nsqd
-        self._threads = threads
+        self._threads = ThreadPoolExecutor(16, thread_name_prefix="nsqd-discover")
+        """Its own: an nsqlookupd that does not answer occupies all of them for seconds."""
 
     async def start(self) -> None:
         """Connect, and ask for the channels of topics that were made before."""
@@ -50,6 +51,11 @@ class Discovery:
             self._nsqd.launch(old.hide(replication.leads))
         for topic in broker.topics.values():
             self._begin(topic)
+
+    async def stop(self) -> None:
+        await self.peers.stop()
+        # A request in progress may take seconds, and nobody waits for its answer any more.
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     # what we tell
 
