@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -42,6 +43,18 @@ def test_our_own_options_are_shown_as_those_of_nsq() -> None:
             assert broker.request("GET", f"/config/{key}").expect_json() == given[key]
         for key, seconds in durations.items():
             assert broker.request("GET", f"/config/{key}").expect_json() == seconds * 1_000_000_000
+
+
+def test_addresses_are_shown_without_their_secrets() -> None:
+    login = "user:" + "password"
+    given = (f"https://{login}@10.0.0.1/auth?key=password", "10.0.0.2:4180")
+    with BrokerThread(auth_http_address=given) as broker:
+        shown = broker.request("GET", "/config/auth_http_addresses").expect_json()
+        assert shown == ["https://10.0.0.1/auth", "10.0.0.2:4180"]
+        coordinator = f"postgresql://{login}@10.0.0.3/nsparq"
+        broker.nsqd.options = replace(broker.nsqd.options, replication_coordinator=coordinator)
+        answer = broker.request("GET", "/config/replication_coordinator")
+        answer.expect_text("postgresql://10.0.0.3/nsparq")
 
 
 @pytest.mark.parametrize(

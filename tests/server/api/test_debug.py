@@ -44,6 +44,15 @@ def test_the_command_line_is_that_of_the_process(broker: BrokerThread) -> None:
     assert show(broker, "/cmdline").split("\0") == sys.orig_argv
 
 
+def test_the_command_line_is_shown_without_the_secrets_of_addresses(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["nsqd", "--auth-http-address", "https://user:" + "password@10.0.0.1/auth?key=password"]
+    monkeypatch.setattr(sys, "orig_argv", [*given, "--data-path=/a@b", "-x"])
+    shown = ["nsqd", "--auth-http-address", "https://10.0.0.1/auth", "--data-path=/a@b", "-x"]
+    assert show(broker, "/cmdline").split("\0") == shown
+
+
 def test_the_stacks_of_threads_and_tasks_are_shown(broker: BrokerThread) -> None:
     release = threading.Event()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from nsparq.fetch import without_secrets
 from nsparq.http.api import JSON_TYPE, TEXT_TYPE, ApiError, Endpoint, Request, Result
 from nsparq.http.config import LOG_LEVELS, parse_addresses, parse_log_level
 from nsparq.option_table import DURATION
@@ -18,6 +19,8 @@ _TLS_REQUIRED: Final = {TlsRequired.NO: 0, TlsRequired.EXCEPT_HTTP: 1, TlsRequir
 _TLS_VERSIONS: Final = {"tls1.0": 769, "tls1.1": 770, "tls1.2": 771, "tls1.3": 772}
 
 KEYS: Final = {option.file_key: option for option in TABLE.options}
+URLS: Final = ("auth_http_addresses", "replication_coordinator")
+"""Options that are shown without user, password and query."""
 CHANGEABLE: Final = ("nsqlookupd_tcp_addresses", "log_level")
 
 
@@ -30,7 +33,8 @@ class ConfigApi:
         path="/config/{key}",
         path_schema={"type": "string", "enum": sorted(KEYS)},
         summary="Get the value of an option by its key in the configuration file.",
-        details="A text is sent as it is, any other value as JSON. Durations are in nanoseconds.",
+        details="A text is sent as it is, any other value as JSON. Durations are in nanoseconds. Addresses "
+        "of auth servers and of the coordinator come without user, password and query.",
         permission="admin",
         success="the value; nothing for an empty text",
         success_type=JSON_TYPE,
@@ -58,6 +62,8 @@ class ConfigApi:
                 return expand_prefix(value, nsqd.options.broadcast_address, nsqd.broadcast_http_port)
         if option.kind is DURATION:
             return int(round(value * 1e9))
+        if key in URLS:
+            return without_secrets(value) if isinstance(value, str) else [*map(without_secrets, value)]
         shown: Result = list(value) if isinstance(value, tuple) else value
         return shown
 

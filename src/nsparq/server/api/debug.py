@@ -21,6 +21,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from nsparq.fetch import without_secrets
 from nsparq.http.api import TEXT_TYPE, ApiError, Endpoint, Param, Request, Response, endpoints_of
 
 if TYPE_CHECKING:
@@ -52,9 +53,9 @@ class DebugApi:
         lines = [f"{one.method} {one.path}: {one.summary}\n" for one in endpoints_of(self)]
         return _text("".join(lines))
 
-    @_report("/cmdline", "Get the command line, its parts separated by NUL.")
+    @_report("/cmdline", "Get the command line, its parts separated by NUL, without secrets in addresses.")
     def command_line(self, request: Request) -> Response:
-        return _text("\0".join(sys.orig_argv))
+        return _text("\0".join(without_secrets(one) if "://" in one else one for one in sys.orig_argv))
 
     @_report(
         "/profile",
