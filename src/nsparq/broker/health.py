@@ -33,6 +33,26 @@ class Health:
         """The oldest error, or None."""
         return next(iter(self.errors.values())) if self.errors else self.other()
 
+    def of_topic(self, topic: str) -> tuple[str | None, list[str]]:
+        """The error and the warnings for somebody who may know of this topic alone; all of them if
+        the topic is empty."""
+        error = self.error
+        if not topic:
+            return error, [*self.warnings.values()]
+        own, warnings = (
+            [text for source, text in noted.items() if _is_about(topic, source, text)]
+            for noted in (self.errors, self.warnings)
+        )
+        if error is not None:
+            error = own[0] if own else "an error that is not of this topic"
+        return error, warnings
+
+
+def _is_about(topic: str, source: str, text: str) -> bool:
+    """An activity names its subject, and an error of publishing begins with its topic."""
+    activity, _, subject = source.rpartition(" ")
+    return (subject.partition(":")[0] if activity else text.partition(":")[0]) == topic
+
 
 def _note(noted: dict[str, str], error: str | None, source: str, level: int) -> None:
     known = noted.get(source)

@@ -42,14 +42,15 @@ def stats_in_slices(
         if is_wanted and (topic in client.publish_counts if topic else client.publish_counts)
     ]
     topics: list[dict[str, Any]] = []
+    error, warnings = broker.health.of_topic(topic)
     stats |= {
         "version": NSQ_VERSION,
-        "health": "OK" if broker.health.error is None else f"NOK - {broker.health.error}",
+        "health": "OK" if error is None else f"NOK - {error}",
         "start_time": broker.start_s,
         "topics": topics if names or not topic else None,
         "producers": producers or None,
         "corrupt_files": broker.corrupt_files,
-        "warnings": [*broker.health.warnings.values()],
+        "warnings": warnings,
     }
     stop_ns = broker.monotonic_ns() + SLICE_NS
     for name in names:

@@ -385,6 +385,35 @@ def test_the_figures_of_one_topic_show_no_other(broker: BrokerThread, topics: No
             assert THEIRS.encode() not in answer.body
 
 
+@pytest.mark.parametrize("topic", [MINE, THEIRS])
+@pytest.mark.parametrize("source", ["publish", "sync {}", "checkpoint {}:channel"])
+def test_the_figures_of_one_topic_show_no_error_of_another(
+    broker: BrokerThread, topics: None, topic: str, source: str
+) -> None:
+    error = f"{topic}: no space left"
+
+    def note(text: str | None) -> None:
+        broker.nsqd.broker.health.set(text, source.format(topic))
+        broker.nsqd.broker.health.warn(text, source.format(topic))
+
+    def shown(who: str, asked: str) -> tuple[str, list[str]]:
+        path = f"/stats?topic={asked}&format=json"
+        stats = broker.request("GET", path, headers=bearer(who)).expect_json()
+        return stats["health"], stats["warnings"]
+
+    broker.call(lambda _: note(error))
+    try:
+        all_of_it = (f"NOK - {error}", [error])
+        assert shown("everything", "") == all_of_it
+        is_mine = topic == MINE
+        assert shown("owner", MINE) == (
+            all_of_it if is_mine else ("NOK - an error that is not of this topic", [])
+        )
+    finally:
+        broker.call(lambda _: note(None))
+    assert shown("owner", MINE) == ("OK", [])
+
+
 def test_basic_credentials_work_too(broker: BrokerThread) -> None:
     for login in ("gnihtyreve", ":gnihtyreve"):
         encoded = base64.b64encode(login.encode()).decode()

@@ -134,7 +134,8 @@ class StatsApi:
         "`drain_time_s` the time until nothing waits at that rate. They are 0 if nothing waits and null if "
         "unknown; `drain_time_s` is also null if the rate is not positive. "
         "[Exact definitions](../how-to/monitoring.md#lag-as-time). `warnings` are errors that keep nobody "
-        "from publishing. `archive` of a topic is null without `--archive`; its `first_ns` is the publish "
+        "from publishing. With `topic`, `health` and `warnings` name no error of another topic. "
+        "`archive` of a topic is null without `--archive`; its `first_ns` is the publish "
         "time of the oldest archived message, and `missing_after_ns` that of the last message that a start "
         "with `--restore` brought back, else null.",
         params=(
