@@ -16,6 +16,7 @@ import pytest
 
 from nsparq import kernel
 from nsparq.options import NsqdOptions
+from nsparq.server import connection as connection_module
 from nsparq.server.daemon import Nsqd
 from nsparq.server.outbox import FLUSH_SIZE, MAX_UNANSWERED, MAX_UNREAD
 from nsparq.storage.files import Files
@@ -252,6 +253,34 @@ def test_each_of_several_mpubs_in_one_piece_gets_its_ok(
             await writer.wait_closed()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("line", [b"NOP\n", b"RDY 1\n", b"TOUCH 0123456789abcdef\n"])
+def test_many_commands_in_one_piece_are_executed_in_slices_and_in_order(
+    tmp_path: Path, line: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "EXECUTE_S", 0.0)
+    count = 20_000
+
+    async def run() -> None:
+        async with running(tmp_path, Files(), "os") as nsqd, talking(nsqd) as (reader, writer):
+            writer.write(b"SUB t c\n")
+            assert await reader.readexactly(len(OK)) == OK
+            (connection,) = nsqd.connections
+            before = connection.protocol.commands
+            # What the event loop may read from one client before it looks at any other.
+            for _ in range(2):
+                connection.data_received(line * (count // 2))
+            assert 0 < connection.protocol.commands - before < count / 10
+            writer.write(PUB)
+            answers = b""
+            while not answers.endswith(OK):
+                answers += await reader.read(1 << 20)
+            assert connection.protocol.commands - before == count + 1
+            assert answers.count(OK) == 1
+            assert answers.count(b"E_TOUCH_FAILED") == (count if line.startswith(b"TOUCH") else 0)
+
+    asyncio.run(run())
 
 
 # A consumer that does not read

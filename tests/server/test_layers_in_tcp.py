@@ -368,7 +368,7 @@ def test_auth_and_further_commands_in_many_pieces_of_a_layer(
 def test_decoding_in_slices_keeps_all_commands_in_order(
     secure: BrokerThread, layers: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_module, "DECODE_S", 0.0)
+    monkeypatch.setattr(connection_module, "EXECUTE_S", 0.0)
     topic = unique_name("slices")
     sent = [b"%d" % i + b"x" * (i * 7919 % 50_000) for i in range(100)]
     with upgraded(secure, layers) as connection:

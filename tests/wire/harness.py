@@ -149,10 +149,10 @@ def converse(pieces: Iterable[bytes], limits: Limits, *, eof: bool = False) -> O
 def commands_in(protocol: ServerProtocol, data: bytes) -> Iterator[Command]:
     """The commands that these bytes complete, each before the next is read."""
     command = protocol.next_command(data)
-    while command is not None:
-        yield command
+    while command is not None or protocol.has_more:
+        if command is not None:
+            yield command
         command = protocol.next_command()
-    assert not protocol.has_more
 
 
 def started(limits: Limits, *lines: bytes) -> ServerProtocol:

@@ -39,8 +39,12 @@ LINGER_S: Final = 5.0
 """How long a closing connection may take to send its last bytes."""
 HANDSHAKE_S: Final = 5.0
 """How long the TLS handshake may take."""
-DECODE_S: Final = 0.004
-"""How long one client's compressed bytes are decoded before others are served."""
+EXECUTE_S: Final = 0.004
+"""How long one client's bytes are decoded, and its commands executed, before others are served."""
+BULK: Final = 16 << 10
+"""Bytes from which on the commands in them may take longer than that."""
+CHECK_EVERY: Final = 16
+"""Commands after which the time is checked. A run of like commands counts as one."""
 UNFINISHED_S: Final = 60.0
 """A client without heartbeats may take between once and twice this for one large command."""
 
@@ -87,6 +91,8 @@ class Connection(asyncio.Protocol):
         """Work that must end before anything further is executed."""
         self._repeated: Command | None = None
         """The command to execute again when that work has ended."""
+        self._turn_s = self._stop_s = 0.0
+        """A turn of the event loop, and when others must be served in it."""
         self._timer: asyncio.TimerHandle | None = None
         self._handshake_timer: asyncio.TimerHandle | None = None
         self.last_command = 0.0
@@ -175,8 +181,8 @@ class Connection(asyncio.Protocol):
     def _execute(self, data: bytes = b"") -> None:
         """Execute commands until there are no more, or the connection has to wait."""
         protocol, inbox, outbox = self.protocol, self.inbox, self.outbox
-        # Not the loop's clock, which stands still within a turn.
-        stop_s = time.monotonic() + DECODE_S if outbox.layers is not None else 0.0
+        stop_s = self._stop_time() if not data or len(data) >= BULK else 0.0
+        executed = 0
         has_decoded = False
         command, self._repeated = self._repeated, None
         try:
@@ -188,6 +194,11 @@ class Connection(asyncio.Protocol):
                     if self.state is not State.OPEN or self._transport.is_closing():
                         break
                 if protocol.has_more:
+                    if stop_s:
+                        executed += 1
+                        if executed % CHECK_EVERY == 0 and time.monotonic() > stop_s:
+                            self.adjust_reading()
+                            break
                     command = protocol.next_command()
                 elif not inbox.has_more:
                     break
@@ -212,6 +223,14 @@ class Connection(asyncio.Protocol):
             self.last_command = self._loop.time()
         if inbox.is_ended and self.state in (State.OPEN, State.WAITING):
             self.eof_received()
+
+    def _stop_time(self) -> float:
+        """When others must be served. The event loop may read many times from a client that sends
+        faster than we execute, all in one turn, in which its clock stands still."""
+        turn_s = self._loop.time()
+        if turn_s != self._turn_s:
+            self._turn_s, self._stop_s = turn_s, time.monotonic() + EXECUTE_S
+        return self._stop_s
 
     def wait_for(self, work: Awaitable[object], repeated: Command | None = None) -> None:
         """Execute nothing until `work` has ended; then the repeated command and those behind it."""

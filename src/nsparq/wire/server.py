@@ -52,6 +52,8 @@ _ALLOWED: Final = {
     b"CLS": (SUBSCRIBED,),
 }
 
+_MAX_STEPS: Final = 16
+"""Things to read before the caller may do other work. No command has as many."""
 _SMALL: Final = 512
 """Shorter pieces of a body are joined as they arrive: each would take 40 bytes more than it has."""
 _MAX_JOINED: Final = 4096
@@ -123,7 +125,8 @@ class ServerProtocol:
 
     def next_command(self, data: bytes = b"") -> Command | None:
         """Take bytes from the client, if there are any, and give the next complete command. None if
-        there is none; has_more is then false. Raises FatalClientError and LineTooLong."""
+        there is none, or after many lines without anything to execute; has_more then tells which.
+        Raises FatalClientError and LineTooLong."""
         if data:
             if self._missing > len(data):
                 self._missing -= len(data)
@@ -142,7 +145,9 @@ class ServerProtocol:
                 data = self._buffer[self._position :] + data
             self._buffer, self._position, self._missing = data, 0, 0
             self.has_more = True
-        while self.has_more:
+        for _ in range(_MAX_STEPS):
+            if not self.has_more:
+                break
             command = _READERS[self._reading](self)
             if self._position == len(self._buffer):
                 # An idle connection keeps nothing.
