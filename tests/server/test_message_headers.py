@@ -186,3 +186,12 @@ def test_http_refuses_headers_that_break_a_rule(
     answer = nsqd.request("POST", target, body, headers)
     assert (answer.status, answer.json()["message"]) == (status, code)
     assert all(topic["message_count"] == 0 for topic in nsqd.stats()["topics"])
+
+
+def test_a_number_of_too_many_digits_is_refused(tmp_path: Path) -> None:
+    given = {"producer": "p", "epoch": "1", "number": "9" * 5000}
+    headers = {f"X-Nsq-Header-nsq-{name}": value for name, value in given.items()}
+    with BrokerThread(tmp_path) as nsqd:
+        for body in (b"x", b"x\ny"):
+            answer = nsqd.request("POST", "/mpub?topic=t", body, headers)
+            assert (answer.status, answer.json()["message"]) == (400, "INVALID_HEADERS")

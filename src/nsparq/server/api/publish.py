@@ -8,6 +8,7 @@ from array import array
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote_to_bytes
 
+from nsparq.broker.idempotence import MAX_DIGITS
 from nsparq.broker.seen_numbers import NumberRefused
 from nsparq.errors import Exiting, FatalClientError, StorageError, SyncFailed
 from nsparq.headers import decode_headers, encode_headers
@@ -228,7 +229,8 @@ def _with_headers(bodies: PackedBodies, block: bytes, max_size: int) -> PackedBo
 def _blocks(block: bytes, count: int) -> list[bytes]:
     """A block for each of the messages. The number of a producer is that of the first message."""
     number = decode_headers(block).get("nsq-number", "") if count > 1 else ""
-    if not number.isdecimal():
+    if not number.isdecimal() or len(number) > MAX_DIGITS:
+        # Refused if the messages have a producer.
         return [block] * count
     headers = decode_headers(block)
     return [encode_headers(headers | {"nsq-number": str(int(number) + index)}) for index in range(count)]
