@@ -13,6 +13,7 @@ from nsparq.errors import StartError
 from nsparq.options import NsqdOptions, TlsRequired
 from nsparq.server.daemon import Nsqd
 from tests.support import BrokerThread, RawConnection, wait_until
+from tests.support.auth_server import AuthServer, entry
 from tests.support.go_queue import GoQueue, go_messages, write_metadata
 from tests.support.http import HttpConnection
 
@@ -156,9 +157,23 @@ def test_clients_connect_over_ipv4_and_ipv6(address: str) -> None:
             with RawConnection((host, ports[0])) as client:
                 client.sub("t", "c")
                 (seen,) = broker.channel_stats("t", "c")["clients"]
-                assert split_address(seen["remote_address"])[0] == host
+                shown_host, port = split_address(seen["remote_address"])
+                assert (shown_host, seen["remote_address"]) == (host, join_address(host, port))
             wait_until(lambda: not broker.channel_stats("t", "c")["clients"])
             with HttpConnection((host, ports[1])) as http:
                 assert http.request("GET", "/ping").body == b"OK"
             with HttpConnection((host, ports[2]), tls=made.client_context()) as https:
                 assert https.request("GET", "/ping").body == b"OK"
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+def test_an_auth_server_is_told_the_ipv6_address_of_a_client() -> None:
+    with (
+        AuthServer() as auth_server,
+        BrokerThread(tcp_address="[::1]:0", auth_http_address=(auth_server.address,)) as broker,
+        broker.connect() as client,
+    ):
+        auth_server.grant(entry(".*", "publish"))
+        client.command("AUTH", body=b"secret")
+        client.read_frame()
+        assert [query.fields["remote_ip"] for query in auth_server.queries] == ["::1"]

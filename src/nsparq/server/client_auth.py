@@ -44,7 +44,7 @@ class ClientAuth:
         try:
             grant = await self._authenticator.authenticate(
                 self._secret,
-                remote_ip=client.address.rpartition(":")[0],
+                remote_ip=client.address.rpartition(":")[0].strip("[]"),
                 tls=tls is not None,
                 common_name=tls.common_name if tls else "",
             )

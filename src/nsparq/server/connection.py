@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Final
 
+from nsparq.addresses import join_address
 from nsparq.broker.client import Client
 from nsparq.errors import FatalClientError, ProtocolError
 from nsparq.server.client_auth import ClientAuth
@@ -104,7 +105,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # never another
         nsqd, self._transport = self.nsqd, transport
         peer = transport.get_extra_info("peername")
-        host, address = (peer[0], f"{peer[0]}:{peer[1]}") if isinstance(peer, tuple) else ("", "")
+        host, address = (peer[0], join_address(*peer[:2])) if isinstance(peer, tuple) else ("", "")
         self.protocol = ServerProtocol(nsqd.limits, host, nsqd.unfinished)
         self.outbox = Outbox(transport, nsqd.broker.next_turn, nsqd.oks, self)
         self.inbox = Inbox(self.protocol, self.outbox)
