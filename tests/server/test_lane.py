@@ -195,6 +195,28 @@ def test_messages_with_headers_have_a_lane_of_their_own(run: Run) -> None:
     run(scenario)
 
 
+def test_a_number_that_is_refused_ends_only_its_publisher(run: Run) -> None:
+    def numbered(number: int, epoch: int) -> bytes:
+        names = {"nsq-producer": "p", "nsq-epoch": str(epoch), "nsq-number": str(number)}
+        return pub(with_headers(b"%d" % number, names), b"t headers")
+
+    async def scenario(stage: LaneRig) -> None:
+        good, bad, plain = await stage.in_lane_with_headers(3)
+        good.send(numbered(1, epoch=2))
+        await good.hear(OK)
+        before = len(stage.bodies())
+        # All are read at once.
+        good.send(numbered(2, epoch=2))
+        bad.send(numbered(3, epoch=1))
+        plain.send(pub(with_headers(b"plain", {"a": "b"}), b"t headers"))
+        await good.hear(OK)
+        await plain.hear(OK)
+        assert b"E_FENCED PUB epoch 1 of producer p is over" in await bad.reader.read()
+        assert sorted(stage.bodies()[before:]) == [b"2", b"plain"]
+
+    run(scenario)
+
+
 def test_a_publisher_that_disconnects_does_not_affect_the_others_in_its_lane(run: Run) -> None:
     async def scenario(stage: LaneRig) -> None:
         first, second, third = await stage.in_lane(3)

@@ -23,6 +23,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
 from nsparq import kernel
+from nsparq.broker.seen_numbers import NumberRefused
 from nsparq.broker.topic import Topic
 from nsparq.busy_poll import MAX_SKIPPED, usable_cores
 from nsparq.packed import PackedBodies
@@ -236,21 +237,30 @@ class Lane:
         members, topic = self._members, self._topic
         max_size = self._nsqd.limits.max_msg_size
         descriptors, bodies, others = kernel.read_publishes(self._epoll.fileno(), self._line, max_size)
+        messages = dict(zip(descriptors, bodies, strict=True)) if self._has_headers else {}
         if self._has_headers:
             descriptors, packed = self._split(descriptors, bodies, others)
         else:
             packed = PackedBodies.of(bodies)
         leaving = [(members[descriptor], data) for descriptor, data in others]
         if descriptors:
-            read = _Read({descriptor: members[descriptor] for descriptor in descriptors})
-            now = self._loop.time()
-            for connection in read.waiting.values():
-                connection.client.publish_counts[topic.name] += 1
-                connection.last_command = now
+            publishers = {descriptor: members[descriptor] for descriptor in descriptors}
+            read = _Read(publishers.copy())
             self._unanswered.append(read)
             self.waiting += len(descriptors)
-            self._review(descriptors)
-            topic.publishing.publish(packed, 0, partial(self._answer, read))
+            try:
+                topic.publishing.publish(packed, 0, partial(self._answer, read))
+            except (NumberRefused, OSError):
+                # Each is published by itself, so that only those are refused that must be.
+                self._unanswered.remove(read)
+                self.waiting -= len(descriptors)
+                leaving += [(publishers[one], self._publish_of(messages[one])) for one in descriptors]
+            else:
+                now = self._loop.time()
+                for connection in publishers.values():
+                    connection.client.publish_counts[topic.name] += 1
+                    connection.last_command = now
+                self._review(descriptors)
         for connection, data in leaving:
             connection.lane_member.leave(connection)
             # Nothing was read at an end of stream or an error. The event loop will meet it again.
@@ -269,8 +279,12 @@ class Lane:
             if split_headers(PackedBodies.of([message])):
                 good[descriptor] = message
             else:
-                others.append((descriptor, self._line + SIZE.pack(len(message)) + message))
+                others.append((descriptor, self._publish_of(message)))
         return [*good], split_headers(PackedBodies.of(good.values()))
+
+    def _publish_of(self, message: bytes) -> bytes:
+        """The command that the client has sent."""
+        return self._line + SIZE.pack(len(message)) + message
 
     def _review(self, descriptors: list[int]) -> None:
         self._heard.update(descriptors)
