@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Coroutine, Iterator
 
 import pytest
 
-from nsparq.lookup.http_api import describe
+from nsparq.http.api import Request
+from nsparq.lookup.http_api import SLICE, LookupApi, describe
+from nsparq.lookup.registry import Registry
+from nsparq.wire.lookup import PeerInfo
 from tests.support.http import NSQ_HEADER
 from tests.support.lookupd import LookupdThread
 
@@ -51,3 +55,26 @@ def test_names_that_are_not_utf_8_are_invalid(lookupd: LookupdThread) -> None:
     assert lookupd.request("POST", "/topic/create?topic=%ff").json() == {"message": "INVALID_ARG_TOPIC"}
     assert lookupd.request("POST", "/topic/delete?topic=%ff%0a").status == 200
     assert lookupd.request("POST", "/topic/tombstone?topic=%ff&node=%ff%0a").status == 200
+
+
+def test_debug_is_made_in_slices_between_which_the_registry_may_change() -> None:
+    registry = Registry(inactive_timeout_ns=1, tombstone_lifetime_ns=1, max_registrations=10_000)
+    peer = PeerInfo(broadcast_address="host", tcp_port=1, http_port=2, version="1")
+    producer = registry.identify(peer, 1)
+    for number in range(2000):
+        registry.register(producer, f"t{number:04}", "c")
+    work = LookupApi(registry, lambda: 1).debug(Request("GET", "/debug", "", []))
+    assert isinstance(work, Coroutine)
+    slices = 0
+    while True:
+        try:
+            work.send(None)
+        except StopIteration as done:
+            found = json.loads(done.value.body)
+            break
+        slices += 1
+        registry.delete_topic(f"t{2000 - slices:04}")
+        registry.create(f"new{slices}", "c")
+    assert slices >= 2000 // SLICE
+    registered = {f"topic:t{number:04}:" for number in range(2000 - slices)}
+    assert {key for key in found if key.startswith("topic:")} == registered

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nsparq.errors import FatalClientError
+from nsparq.lookup import answers
 from nsparq.lookup.answers import GO_ZERO_TIME_NS
 from nsparq.lookup.registry import Producer, Registry
 from nsparq.wire.lookup import PeerInfo
@@ -125,7 +126,7 @@ def test_unregistering_a_channel_leaves_the_topic_and_the_name(registry: Registr
     assert registry.unregister(first, "t", "c")
     assert hosts(registry, "t") == ["host1"]
     assert channels(registry, "t") == ["c"]
-    assert list(json.loads(registry.debug_json())) == ["client::", "topic:t:"]
+    assert list(json.loads(answers.debug(registry.debug_entries()))) == ["client::", "topic:t:"]
 
 
 def test_unregistering_a_topic_removes_the_nsqd_from_its_channels(registry: Registry) -> None:
@@ -137,7 +138,7 @@ def test_unregistering_a_topic_removes_the_nsqd_from_its_channels(registry: Regi
     assert registry.unregister(first, "t")
     assert hosts(registry, "t") == ["host2"]
     assert (topics(registry), channels(registry, "t")) == (["t", "u"], ["c", "d"])
-    found = json.loads(registry.debug_json())
+    found = json.loads(answers.debug(registry.debug_entries()))
     assert [entry["hostname"] for entry in found["channel:t:c"]] == ["host2"]
     assert [entry["hostname"] for entry in found["channel:u:c"]] == ["host1", "host2"]
     assert first.registrations == 2
@@ -189,7 +190,7 @@ def test_a_lost_connection_leaves_all_names_even_ephemeral_ones(registry: Regist
     assert topics(registry) == ["t#ephemeral", "u"]
     assert channels(registry, "t#ephemeral") == ["c#ephemeral"]
     assert nodes(registry) == {}
-    assert registry.debug_json() == b"{}"
+    assert answers.debug(registry.debug_entries()) == b"{}"
 
 
 # Names over HTTP
@@ -201,7 +202,7 @@ def test_names_are_created_without_producers(registry: Registry) -> None:
     registry.create("u", "c")
     assert hosts(registry, "t") == hosts(registry, "u") == []
     assert (topics(registry), channels(registry, "u")) == (["t", "u"], ["c"])
-    assert registry.debug_json() == b"{}"
+    assert answers.debug(registry.debug_entries()) == b"{}"
 
 
 def test_deleting_a_topic_deletes_its_channels_and_entries(registry: Registry) -> None:
@@ -373,7 +374,7 @@ def test_debug_lists_everything_by_registration(registry: Registry) -> None:
     registry.create("unused")
     registry.ping(first, NOW + 5)
     registry.tombstone("t", "b1:4151", NOW + 7)
-    found = json.loads(registry.debug_json())
+    found = json.loads(answers.debug(registry.debug_entries()))
     assert list(found) == ["channel:t:c", "client::", "topic:t:"]
     entry = {
         "broadcast_address": "b1",
@@ -398,7 +399,7 @@ def test_texts_of_a_peer_cannot_break_the_json(registry: Registry) -> None:
     registry.register(registry.identify(peer, NOW), "t")
     assert hosts(registry, "t") == ['"},{\\\n']
     assert nodes(registry) == {'"},{\\\n': {"t": False}}
-    assert json.loads(registry.debug_json())["client::"][0]["broadcast_address"] == "é"
+    assert json.loads(answers.debug(registry.debug_entries()))["client::"][0]["broadcast_address"] == "é"
 
 
 # Cost

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from nsparq.lookup import answers
 from nsparq.lookup.registry import Producer, Registry
 from nsparq.wire.lookup import PeerInfo
 from tests.support.examples import examples
@@ -156,7 +157,7 @@ class RegistryMachine(RuleBasedStateMachine):
             }
 
     def check_debug(self) -> None:
-        found = json.loads(self.registry.debug_json())
+        found = json.loads(answers.debug(self.registry.debug_entries()))
         assert {key: {entry["hostname"] for entry in entries} for key, entries in found.items()} == {
             ":".join(key): set(entries) for key, entries in self.model.items() if entries
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from nsparq.wire.lookup import PeerInfo
@@ -50,7 +50,7 @@ def names(key: str, found: Iterable[str]) -> bytes:
     return _encode({key: [*found]})
 
 
-def debug_entry(peer: PeerInfo, last_update_ns: int, tombstoned_ns: int) -> bytes:
+def debug_producer(peer: PeerInfo, last_update_ns: int, tombstoned_ns: int) -> bytes:
     """A producer of one registration in /debug. `tombstoned_ns` is 0 without a tombstone."""
     return _encode(
         {
@@ -69,11 +69,10 @@ def debug_entry(peer: PeerInfo, last_update_ns: int, tombstoned_ns: int) -> byte
     )
 
 
-def debug(registrations: Mapping[str, Sequence[bytes]]) -> bytes:
-    """Registrations with producers, sorted by `category:topic:channel`."""
-    found = [
-        _encode(key) + b":[" + b",".join(registrations[key]) + b"]"
-        for key in sorted(registrations)
-        if registrations[key]
-    ]
-    return b"{" + b",".join(found) + b"}"
+def debug_entry(key: str, producers: Sequence[bytes]) -> bytes:
+    """A registration in /debug, by `category:topic:channel`; empty without producers."""
+    return _encode(key) + b":[" + b",".join(producers) + b"]" if producers else b""
+
+
+def debug(entries: Iterable[bytes]) -> bytes:
+    return b"{" + b",".join(filter(None, entries)) + b"}"

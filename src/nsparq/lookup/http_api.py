@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any, Final
@@ -24,6 +25,7 @@ from nsparq.http.api import (
 )
 from nsparq.http.describe import openapi, print_description
 from nsparq.http.metrics import Exposition, add_process
+from nsparq.lookup import answers
 from nsparq.lookup.registry import Registry
 from nsparq.names import is_valid_name
 from nsparq.version import NSQ_VERSION, __version__
@@ -32,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 WILDCARD: Final = "*"
 """NSQ takes this for every topic, even to delete. It is not a valid name, and we refuse it."""
+
+SLICE: Final = 200
+"""Entries of /debug to make before the event loop runs other work."""
 
 TOPIC: Final = Param(name="topic", help="name of the topic", required=True)
 CHANNEL: Final = Param(name="channel", help="name of the channel", required=True)
@@ -250,8 +255,13 @@ class LookupApi(Api):
         success="an object of lists",
         success_schema={"type": "object", "additionalProperties": {"type": "array"}},
     )
-    def debug(self, request: Request) -> Result:
-        return _json(self._registry.debug_json())
+    async def debug(self, request: Request) -> Result:
+        entries: list[bytes] = []
+        for number, entry in enumerate(self._registry.debug_entries(), 1):
+            entries.append(entry)
+            if number % SLICE == 0:
+                await asyncio.sleep(0)
+        return _json(answers.debug(entries))
 
     @Endpoint(
         group="The daemon",

@@ -263,32 +263,31 @@ class Registry:
             producer.node_until_ns = min((end for end in ends if end > now_ns), default=1 << 63)
         return producer.node_json
 
-    def debug_json(self) -> bytes:
-        """All registrations with producers."""
+    def debug_entries(self) -> Iterator[bytes]:
+        """The entries of /debug, sorted. Empty for a registration without producers. The registry
+        may change between two of them."""
         # Nearly all entries of a producer have the same text.
-        plain = {
-            producer: answers.debug_entry(producer.peer, producer.last_update_ns, NEVER)
-            for producer in self.producers
-        }
-        return answers.debug(
-            {
-                key: [
-                    plain[producer]
-                    if tombstoned_ns == NEVER
-                    else answers.debug_entry(producer.peer, producer.last_update_ns, tombstoned_ns)
-                    for producer, tombstoned_ns in producers.items()
-                ]
-                for key, producers in self._entries()
-            }
-        )
+        plain: dict[Producer, bytes] = {}
+
+        def shown(producer: Producer, tombstoned_ns: int) -> bytes:
+            if tombstoned_ns != NEVER:
+                return answers.debug_producer(producer.peer, producer.last_update_ns, tombstoned_ns)
+            if producer not in plain:
+                plain[producer] = answers.debug_producer(producer.peer, producer.last_update_ns, NEVER)
+            return plain[producer]
+
+        for key, producers in self._entries():
+            yield answers.debug_entry(key, [shown(*entry) for entry in producers.items()])
 
     def _entries(self) -> Iterator[tuple[str, dict[Producer, int]]]:
+        for topic in sorted(self.channels, key=_as_in_keys):
+            for channel in sorted(self.channels.get(topic, ())):
+                found = self.channels.get(topic, {}).get(channel)
+                yield f"channel:{topic}:{channel}", {} if found is None else found.producers
         yield "client::", dict.fromkeys(self.producers, NEVER)
-        for registration in self.topics.values():
-            yield f"topic:{registration.topic}:", registration.producers
-        for channels in self.channels.values():
-            for registration in channels.values():
-                yield f"channel:{registration.topic}:{registration.channel}", registration.producers
+        for topic in sorted(self.topics, key=_as_in_keys):
+            found = self.topics.get(topic)
+            yield f"topic:{topic}:", {} if found is None else found.producers
 
     # Bookkeeping
 
@@ -364,3 +363,7 @@ class Registry:
     def _node_changed(self, producer: Producer) -> None:
         producer.node_json = b""
         self._nodes_json = b""
+
+
+def _as_in_keys(topic: str) -> str:
+    return f"{topic}:"
