@@ -29,6 +29,12 @@ class ClientAuth:
         """Whether the grant must be asked for again."""
         return self._grant is not None and self._grant.is_expired(self._loop.time())
 
+    @property
+    def is_of_an_old_policy(self) -> bool:
+        """Whether the policy that gave the grant has been replaced. A grant that is only too old
+        holds until the next command that needs it."""
+        return self._grant is not None and self._grant.validity is not None and self._grant.validity.is_over
+
     def take_secret(self, secret: bytes) -> None:
         """AUTH. authenticate() must follow. Raises FatalClientError."""
         if self._grant is not None:

@@ -408,7 +408,7 @@ class Connection(asyncio.Protocol):
         if channel is None:
             return
         try:
-            if self.auth.has_expired:
+            if self.auth.is_of_an_old_policy:
                 await self.auth.authenticate()
             self.auth.require("SUB", channel.topic.name, channel.name)
         except FatalClientError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -635,6 +636,23 @@ def test_a_reload_that_removes_a_permission_ends_the_subscription(tmp_path: Path
         path.write_text(identity("me", "publish"))
         reload(broker)
         connection.expect_fatal(f'E_UNAUTHORIZED AUTH failed for SUB on "{MINE}" "{MINE}"')
+
+
+def test_a_reload_asks_no_auth_server_about_those_who_consume() -> None:
+    with AuthServer() as server, BrokerThread(auth_http_address=(server.address,)) as broker:
+        server.grant(entry(".*", "subscribe"), identity="me")
+        with broker.connect() as connection:
+            authenticate(connection, "me")
+            connection.sub(MINE, MINE, rdy=1)
+            (served,) = broker.nsqd.connections
+            assert served.auth._grant is not None
+            served.auth._grant = replace(served.auth._grant, expires=0.0)
+            server.answer(b"", 500)
+            before = len(server.queries)
+            reload(broker)
+            broker.request("POST", f"/pub?topic={MINE}", b"x").expect_ok()
+            assert connection.read_message().body == b"x"
+            assert len(server.queries) == before
 
 
 OPEN = """
