@@ -51,7 +51,8 @@ MAY_IMPORT = {
     "option_table": {"errors", "flags", "version"},
     "daemon_options": {"option_table"},
     "options": {"daemon_options", "errors", "flags", "option_table"},
-    "process": {"errors", "logs", "option_table"},
+    "process": {"errors", "logs", "option_table", "streams"},
+    "streams": set(),
     "fetch": {"errors"},
     "http": {"errors", "listening"},
     "transport": {"errors"},
@@ -127,12 +128,13 @@ MAY_IMPORT = {
         "pipeline",
         "server",
         "spark",
+        "streams",
         "tasks",
     },
     # Starts the others as processes; it reads the pipeline files that it passes on.
     "up": BASE | {"addresses", "fetch", "flags", "listening", "logs", "pipeline", "tasks", "tools"},
     # Uses how `up` ends children with their parent.
-    "runner": BASE | {"addresses", "client", "flags", "logs", "status_server", "up"},
+    "runner": BASE | {"addresses", "client", "flags", "logs", "status_server", "tools", "up"},
     "demo": BASE | {"addresses", "client", "fetch", "tasks", "up"},
 }
 

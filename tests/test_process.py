@@ -228,3 +228,16 @@ def test_a_daemon_with_closed_standard_files_ends_with_status_0(
 def test_a_daemon_that_cannot_log_ends_with_status_0(tmp_path: Path) -> None:
     flags = ["--tcp-address=nsqd.sock", "--http-address=", f"--data-path={tmp_path}"]
     end_with_closed_files("<&- >&- 2>&-", "server", flags, tmp_path / "log", tmp_path / "nsqd.sock")
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [(">/dev/full", "No space left on device"), (">&-", "Bad file descriptor")],
+)
+def test_a_help_that_cannot_be_written_is_status_1_with_a_fatal_line(output: str, reason: str) -> None:
+    code = "import sys; from nsparq.lookup.main import main; sys.exit(main(['--help']))"
+    command = ["/bin/sh", "-c", f'exec "$0" -c "$1" {output}', sys.executable, code]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith(f"FATAL: cannot write to standard output: {reason}\n")
+    assert ended.stderr.count("\n") == 1

@@ -11,14 +11,16 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
 from nsparq import logs
 from nsparq.errors import StartError, StopError
 from nsparq.option_table import CommandLineExit, OptionTable
+from nsparq.streams import run_with_output
 
-__all__ = ["Daemon", "load_runner", "open_standard_files", "raise_file_limit", "run_daemon", "serve"]
+__all__ = ["Daemon", "load_runner", "raise_file_limit", "run_daemon", "serve"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,10 @@ Make = Callable[[Any], Daemon]
 def run_daemon(table: OptionTable[Any], load: Callable[[], Make], argv: Sequence[str] | None = None) -> int:
     """A daemon's main. `load` gives the function that makes the daemon. It is called late, so that
     --help and --version need no extra packages."""
-    open_standard_files()
+    return run_with_output(partial(_run, table, load, argv), partial(logger.critical, "%s"))
+
+
+def _run(table: OptionTable[Any], load: Callable[[], Make], argv: Sequence[str] | None) -> int:
     program = table.program
     logs.configure("info", f"[{program}] ")
     try:
@@ -71,21 +76,6 @@ def run_daemon(table: OptionTable[Any], load: Callable[[], Make], argv: Sequence
         logger.critical("stopped by an unexpected error", exc_info=True)
         return 1
     return 0
-
-
-def open_standard_files() -> None:
-    """Open /dev/null for those of standard input, output and error that are closed (`nsqd >&-`).
-
-    Otherwise the next file or socket gets the number, and log lines are written into it. Also,
-    libuv aborts if it has to close one of these numbers."""
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        try:
-            os.fstat(number)
-        except OSError:
-            # open() takes the lowest free number, and all lower ones are open by now.
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, mode, closefd=False))
 
 
 def load_runner(load: Callable[[], Any]) -> tuple[Runner, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,9 @@ from .processes import Finished, Tool, http, run_tool, tcp
 FULL, CLOSED, NO_READER = "full", "closed", "no reader"
 
 
-def run(name: str, *arguments: str, stdout: str = FULL, closed: int | None = None) -> Finished:
+def run(
+    name: str, *arguments: str, stdout: str = FULL, closed: int | None = None, **variables: str
+) -> Finished:
     """A process of its own: Python's flush at its end must not add a message."""
     if stdout == NO_READER:
         reading, output = os.pipe()
@@ -22,7 +25,8 @@ def run(name: str, *arguments: str, stdout: str = FULL, closed: int | None = Non
     else:
         output = os.open("/dev/full", os.O_WRONLY)
     closed = 1 if stdout == CLOSED else closed
-    with Tool(name, *arguments, stdout=output, preexec_fn=lambda: closed is None or os.close(closed)) as tool:
+    end: dict[str, Any] = {"preexec_fn": lambda: closed is None or os.close(closed)}
+    with Tool(name, *arguments, stdout=output, variables=variables, **end) as tool:
         os.close(output)
         tool.end_input()
         return Finished(tool.wait(), b"", tool.err())
@@ -73,6 +77,13 @@ def test_so_is_a_text_that_needs_no_daemon(command: tuple[str, ...], stdout: str
         assert done.err == ""
     else:
         assert done.err.endswith(SAID[stdout]) and done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["auth", "run"])
+def test_so_is_a_help_that_is_written_at_once(command: str) -> None:
+    """argparse hides an error of its write."""
+    done = run("main", command, "--help", PYTHONUNBUFFERED="1")
+    assert (done.status, done.err) == (1, f"nsparq: {SAID[FULL]}")
 
 
 def test_no_socket_takes_the_place_of_a_closed_output(broker: TestBroker, topic: str) -> None:

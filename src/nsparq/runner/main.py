@@ -18,6 +18,7 @@ from nsparq.addresses import split_address
 from nsparq.errors import StartError
 from nsparq.flags import parse_duration
 from nsparq.runner.supervisor import Plan, Supervisor
+from nsparq.tools.parser import Parser
 
 __all__ = ["main"]
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="nsparq run",
         description=DESCRIPTION,
         epilog=EPILOG,

@@ -17,8 +17,8 @@ from nsparq import logs
 from nsparq.errors import NsparqError
 from nsparq.flags import FlagError, HelpWanted, UnknownFlag
 from nsparq.option_table import CommandLineExit, Option, OptionError
+from nsparq.streams import run_with_output
 from nsparq.tools.options import T, ToolTable, table_row
-from nsparq.tools.streams import run_with_output
 from nsparq.version import version_line
 
 __all__ = ["CommandTable", "run_command"]

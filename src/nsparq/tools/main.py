@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from nsparq.tools.streams import run_with_output
+from nsparq.streams import run_with_output
 from nsparq.version import __version__
 
 __all__ = ["COMMANDS", "Command", "main"]

@@ -6,8 +6,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 __all__ = ["Parser"]
 
@@ -27,6 +28,10 @@ class Parser(argparse.ArgumentParser):
             similar = difflib.get_close_matches(found[1], known, 1)
             hint = f"; did you mean {similar[0]!r}?" if similar else f"; it is one of {', '.join(known)}"
         self.exit(2, f"{self.prog}: {message}{hint}\n`{self.prog} --help` explains it\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """argparse's own hides that the help cannot be written."""
+        (file or sys.stderr).write(message)
 
 
 def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:

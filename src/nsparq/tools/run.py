@@ -19,9 +19,9 @@ from nsparq import logs
 from nsparq.client import ClientError, ConfigError, Consumer
 from nsparq.errors import StartError
 from nsparq.option_table import CommandLineExit
+from nsparq.streams import run_with_output
 from nsparq.tasks import cancel_all
 from nsparq.tools.options import T, ToolTable
-from nsparq.tools.streams import run_with_output
 
 __all__ = [
     "GRACE_S",

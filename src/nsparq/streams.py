@@ -41,8 +41,9 @@ def run_with_output(run: Callable[[], int], say: Callable[[str], object]) -> int
 
 
 def _open_closed_files() -> None:
-    """Open /dev/null for those that are closed (`nsq_tail >&-`), so that no socket gets the number:
-    messages would be written into it. To read the input or write the output still fails."""
+    """Open /dev/null for those that are closed (`nsq_tail >&-`), so that no file or socket gets the
+    number: messages and log lines would be written into it. Also, libuv aborts if it has to close
+    one of these numbers. To read the input or write the output still fails."""
     modes = ((0, "stdin", os.O_WRONLY), (1, "stdout", os.O_RDONLY), (2, "stderr", os.O_WRONLY))
     for number, name, mode in modes:
         if getattr(sys, name) is None:
