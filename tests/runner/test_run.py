@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -339,6 +341,29 @@ def test_changes_are_found_in_python_files_only(tmp_path: Path) -> None:
     assert {*watch.changed()} == changes
     kept.unlink()
     assert (watch.changed(), watch.changed()) == ([kept], [])
+
+
+def test_files_of_a_folder_that_cannot_be_read_have_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("removed", "unread"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.py").touch()
+    watch = FileWatch([tmp_path])
+    read = os.scandir
+
+    def scandir(path: str) -> Any:
+        if Path(path).name == "unread":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+        return read(path)
+
+    shutil.rmtree(tmp_path / "removed")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scandir)
+        assert watch.changed() == [tmp_path / "removed" / "x.py"]
+    assert watch.changed() == []
+    (tmp_path / "unread" / "x.py").unlink()
+    assert watch.changed() == [tmp_path / "unread" / "x.py"]
 
 
 def test_the_page_lists_the_flags_and_the_metrics(capsys: pytest.CaptureFixture[str]) -> None:

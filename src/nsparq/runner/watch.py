@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +17,7 @@ class FileWatch:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
+        self._seen: dict[Path, tuple[int, int]] = {}
         self._seen = self._look()
 
     def changed(self) -> list[Path]:
@@ -26,18 +27,28 @@ class FileWatch:
 
     def _look(self) -> dict[Path, tuple[int, int]]:
         found = {}
-        for path in self._files():
+        unread: set[Path] = set()
+
+        def failed(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
+                unread.add(Path(error.filename))
+
+        for path in self._files(failed):
             try:
                 status = path.stat()
-            except OSError:
-                # Removed in the meantime.
+            except OSError as error:
+                failed(error)
                 continue
             found[path] = (status.st_mtime_ns, status.st_size)
+        if unread:
+            # Without a free descriptor, no folder can be read. Its files are not removed.
+            kept = (path for path in self._seen if not unread.isdisjoint((path, *path.parents)))
+            found |= {path: self._seen[path] for path in kept if path not in found}
         return found
 
-    def _files(self) -> Iterator[Path]:
+    def _files(self, on_error: Callable[[OSError], None]) -> Iterator[Path]:
         for folder in self._folders:
-            for place, folders, files in os.walk(folder):
+            for place, folders, files in os.walk(folder, onerror=on_error):
                 folders[:] = [
                     name
                     for name in folders
