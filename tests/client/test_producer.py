@@ -1059,7 +1059,7 @@ def test_with_retry_a_refusal_of_another_publish_does_not_hide_the_doubt() -> No
             stopping = begin(producer.stop())
             nsqd.peers[1].send_error("E_BAD_MESSAGE PUB no")
             nsqd.peers[1].close()
-            assert await outcomes([*tasks, stopping]) == ["PublishFailed", "NotConnected", ""]
+            assert await outcomes([*tasks, stopping]) == ["NotConnected", "NotConnected", ""]
 
     run(main())
 
@@ -1072,6 +1072,20 @@ def test_with_retry_a_broker_without_headers_does_not_hide_the_doubt() -> None:
             nsqd.identify = {}
             nsqd.peers[0].abort()
             assert await outcomes([task]) == ["NotConnected"]
+
+    run(main())
+
+
+def test_with_retry_a_refusal_of_the_repeat_does_not_hide_the_doubt() -> None:
+    async def main() -> None:
+        answers: list[Reply] = ["E_PUB_FAILED PUB failed disk full", None]
+        async with pair(lambda _: answers.pop(), retry=True) as (producer, nsqd):
+            task = begin(producer.publish("t", b"x"))
+            await until(lambda: "PUB t" in nsqd.commands)
+            nsqd.peers[0].abort()
+            text = "^lost .*; sent again, it was refused: E_PUB_FAILED PUB failed disk full$"
+            with pytest.raises(NotConnected, match=text):
+                await task
 
     run(main())
 

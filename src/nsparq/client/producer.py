@@ -335,6 +335,8 @@ class Producer:
             may_retry = self._repeats_failed and outcome.code.endswith("PUB_FAILED")
         if not may_retry:
             assert outcome is not None
+            if doubt is not outcome and isinstance(doubt, NotConnected | PublishTimeout):
+                raise type(doubt)(f"{doubt}; sent again, it was refused: {outcome}") from outcome
             raise outcome
         if self._is_stopped:
             raise doubt or Stopped
