@@ -235,6 +235,22 @@ def test_a_broker_without_headers_gets_the_message_without_the_trace(traced: Tra
     run(main())
 
 
+def test_a_header_of_the_user_in_capitals_gives_way_to_the_trace(nsqd: Broker, traced: Traced) -> None:
+    topic = unique_name("topic")
+
+    async def main() -> None:
+        async with Producer(nsqd.tcp_address, config=traced.config) as producer:
+            with traced.tracer.start_as_current_span("request"):
+                own = {"Traceparent": f"00-{'1' * 32}-{'2' * 16}-01", "Tenant": "acme"}
+                await producer.publish(topic, b"x", headers=own)
+                await producer.publish_many(topic, [b"x"], headers=own)
+
+    run(main())
+    for span, message in zip(traced.spans(f"publish {topic}"), nsqd.peek(topic), strict=True):
+        assert message.headers["tenant"] == "acme"
+        assert f"{id_of(span):016x}" in message.headers["traceparent"]
+
+
 def test_without_an_sdk_nothing_is_added(nsqd: Broker) -> None:
     topic = unique_name("topic")
 

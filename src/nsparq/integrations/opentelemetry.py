@@ -53,7 +53,7 @@ class OpenTelemetry:
         ) -> None:
             with self._publishing(topic, producer) as added:
                 try:
-                    await publish(topic, body, defer=defer, headers={**(headers or {}), **added})
+                    await publish(topic, body, defer=defer, headers=_joined(headers or {}, added))
                 except HeadersNotSupported:
                     if headers:
                         raise
@@ -74,7 +74,7 @@ class OpenTelemetry:
                 each = [one or {} for one in headers]
             with self._publishing(topic, producer, len(bodies)) as added:
                 try:
-                    await publish_many(topic, bodies, headers=[{**one, **added} for one in each])
+                    await publish_many(topic, bodies, headers=[_joined(one, added) for one in each])
                 except HeadersNotSupported:
                     if any(each):
                         raise
@@ -124,7 +124,7 @@ class OpenTelemetry:
         ):
             added: dict[str, str] = {}
             propagate.inject(added)
-            yield added
+            yield {name.lower(): value for name, value in added.items()}
             span.set_attributes(_server(producer.address))
 
     @contextmanager
@@ -147,6 +147,11 @@ class OpenTelemetry:
         finally:
             context.detach(token)
             span.end()
+
+
+def _joined(headers: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """The headers with those of the trace in place of the user's, upper and lower case alike."""
+    return {**{name: value for name, value in headers.items() if name.lower() not in added}, **added}
 
 
 def context_of(message: Message) -> Context:
