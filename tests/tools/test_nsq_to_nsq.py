@@ -312,6 +312,10 @@ def test_messages_that_are_not_json_objects_are_dropped(body: str) -> None:
     assert not passes(body)
 
 
+def test_a_number_that_no_float_holds_is_not_copied_as_infinity() -> None:
+    assert JsonFilter("", "", ("a",)).apply(b'{"a":-1e400}') is None
+
+
 def test_a_message_without_the_required_field_is_requeued() -> None:
     with pytest.raises(Requeue):
         passes("{}", value="x")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -167,6 +168,9 @@ def _number(text: str) -> float | None:
 def _parse_float(text: str) -> float | int:
     """Whole numbers become integers: 1.0 is written as 1, as NSQ does."""
     number = float(text)
+    if math.isinf(number):
+        # It would be written as Infinity, which is not JSON.
+        raise ValueError(f"{text[:100]} is too large a number")
     return int(number) if number.is_integer() and abs(number) < 1e21 else number
 
 
