@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from nsparq.client import ClientError, NotConnected, Producer, PublishTimeout
 from nsparq.tools import to_nsq
 from nsparq.tools.json_lines import with_headers as with_headers_of_flags
+from nsparq.tools.run import Ending
 from nsparq.tools.to_nsq import Throttle, delimiter_byte, read_records
 from tests.support import TestBroker, start_broker
 from tests.support.polling import DEADLINE
@@ -117,6 +119,26 @@ def test_an_unreachable_address_is_fatal(broker: TestBroker, topic: str) -> None
     done = publish(broker, topic, f"--nsqd-tcp-address={free_address()}", input=b"one\n")
     assert done.status == 1
     assert "FATAL: record 1 of the input was not published: " in done.err
+
+
+@pytest.mark.parametrize("error", [NotConnected("lost"), PublishTimeout("no answer")])
+def test_a_record_that_may_be_published_is_not_called_unpublished(
+    error: ClientError, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unsure(Producer):
+        async def publish(self, *_: object, **__: object) -> None:
+            raise error
+
+    async def records() -> AsyncIterator[list[bytes]]:
+        yield [b"one"]
+
+    async def main() -> None:
+        ending = Ending()
+        await to_nsq.pump("t", records(), [Unsure("127.0.0.1:1")], ending)
+        assert ending.status == 1
+
+    asyncio.run(main())
+    assert caplog.messages == [f"record 1 of the input was not acknowledged: {error}"]
 
 
 def test_only_records_before_a_refused_one_are_published(topic: str) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from time import monotonic
 from typing import Final
 
-from nsparq.client import ClientError, Producer, PublishFailed
+from nsparq.client import ClientError, NotConnected, Producer, PublishFailed, PublishTimeout
 from nsparq.option_table import BOOL, INT, STRING, STRINGS, OptionError, opt
 from nsparq.tools.json_lines import Record, Records, parse_headers, unzip, with_headers
 from nsparq.tools.options import ToolTable, check_nsqd, check_topics, client_config, producer_opt_option
@@ -218,7 +218,10 @@ async def pump(
             for done, error in outcomes:
                 if error is not None:
                     place = published + done + 1
-                    ending.fail("record %d of the input was not published: %s", place, error)
+                    # nsqd may have stored it without the answer getting here.
+                    is_unknown = isinstance(error, NotConnected | PublishTimeout)
+                    what = "acknowledged" if is_unknown else "published"
+                    ending.fail("record %d of the input was not %s: %s", place, what, error)
             published += count
     return published
 
