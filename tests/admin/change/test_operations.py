@@ -293,3 +293,40 @@ def test_a_replay_that_fails_on_a_node_says_so(
     answer = admin.call("POST", f"/api/replay/{letters}/review", {"to": "end", "dry_run": False})
     assert answer.status == 409 and join(nsqd.http_address) in answer.json()["message"]
     assert bodies(nsqd, letters, "review") == [*range(COUNT)]
+
+
+AWAY = "127.0.0.1:1"
+
+
+@pytest.fixture
+def partly_away(nsqd: TestBroker) -> Iterator[AdminThread]:
+    """One of its two nsqds does not answer. It may have the topic, too."""
+    addresses = (join(nsqd.http_address), AWAY)
+    with start_admin(nsqd_http_address=addresses, poll_interval=60.0) as admin:
+        yield admin  # type: ignore[misc]  # ours
+
+
+def test_a_move_names_the_nodes_that_it_could_not_ask(partly_away: AdminThread, letters: str) -> None:
+    moved = move(partly_away, letters).json()
+    assert (moved["moved"], moved["left"]) == (COUNT, 0)
+    assert AWAY in moved["message"]
+
+
+@pytest.mark.parametrize("is_dry", [True, False])
+def test_a_replay_names_the_nodes_that_it_could_not_ask(
+    partly_away: AdminThread, letters: str, is_dry: bool
+) -> None:
+    body = {"to": "end", "dry_run": is_dry}
+    found = partly_away.call("POST", f"/api/replay/{letters}/review", body).json()
+    assert [one["skipped"] for one in found["nodes"]] == [COUNT]
+    assert AWAY in found["message"]
+
+
+def test_messages_of_a_node_that_is_away_are_not_left_out_of_a_copy(
+    nsqd: TestBroker, partly_away: AdminThread, letters: str
+) -> None:
+    (first, *_) = partly_away.get(f"/api/messages/{letters}")["messages"]
+    chosen = [{"node": node, "sequence": first["sequence"]} for node in (first["node"], AWAY)]
+    answer = partly_away.call("POST", f"/api/copy/{letters}", {"messages": chosen})
+    assert answer.status == 409 and AWAY in answer.json()["message"]
+    assert published(nsqd, letters) == []

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from nsparq.admin.change import messages
 from nsparq.admin.change.actions import Forbidden, check_topic
 from nsparq.admin.collect.browse import Page, Wanted, browse
-from nsparq.admin.collect.cluster import NotFound, Unreachable
+from nsparq.admin.collect.cluster import Found, NotFound, Unreachable
 from nsparq.admin.collect.fields import as_object, number
 from nsparq.admin.collect.merge import Node
 from nsparq.admin.collect.upstream import BadStatus, RequestFailed
@@ -55,6 +55,16 @@ class Support(NamedTuple):
             raise Unreachable("nsqd", self.errors)
         if not self.able:
             raise ApiError(501, "NOT_SUPPORTED")
+
+    def named(self, addresses: Iterable[str]) -> list[Node]:
+        """The nodes of these addresses. Raises ApiError if one cannot be asked: a part of the
+        chosen messages must not pass for all of them."""
+        wanted = {*addresses}
+        found = [node for node in self.able if node.address in wanted]
+        if missing := wanted - {node.address for node in found}:
+            reasons = "; ".join([f"no messages of {', '.join(sorted(missing))}", *self.errors])
+            raise ApiError(409, f"nothing was done: {reasons}")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +118,13 @@ class Operations:
         by_node = _by_node(chosen)
         nodes = await self.nodes_with(topic, PEEK)
         found = []
-        for node in nodes.able:
-            if wanted := sorted({*by_node.get(node.address, ())}):
-                try:
-                    read = await messages.read_messages(self._cluster, node, topic, wanted)
-                except messages.MessagesFailed as error:
-                    raise ApiError(409, str(error)) from error
-                found += [(node.address, *pair) for pair in zip(wanted, read, strict=True)]
+        for node in nodes.named(by_node):
+            wanted = sorted({*by_node[node.address]})
+            try:
+                read = await messages.read_messages(self._cluster, node, topic, wanted)
+            except messages.MessagesFailed as error:
+                raise ApiError(409, str(error)) from error
+            found += [(node.address, *pair) for pair in zip(wanted, read, strict=True)]
         return found
 
     async def publish(
@@ -186,10 +196,9 @@ class Operations:
 
         async def work() -> list[str]:
             nonlocal copied
-            for node in nodes.able:
-                if wanted := by_node.get(node.address):
-                    copying = messages.copy(self._cluster, node, topic, wanted, target)
-                    copied += await self._count_done(copying, copied, "published")
+            for node in nodes.named(by_node):
+                copying = messages.copy(self._cluster, node, topic, by_node[node.address], target)
+                copied += await self._count_done(copying, copied, "published")
             return []
 
         await self._admin.actions.run(
@@ -207,9 +216,10 @@ class Operations:
         to: str,
         unwrap: bool,
         count: int = 0,
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int, str]:
         """Publish the channel's messages elsewhere and finish them in the channel. Returns how many
-        were moved and how many are left. `count` is the most from each node; 0 is all."""
+        were moved, how many are left, and a warning that names the nodes that could not be asked.
+        `count` is the most from each node; 0 is all."""
         if not access.may("subscribe", topic, channel):
             raise Forbidden("move_messages", actor, topic=topic, channel=channel, to=to)
         nodes = await self.nodes_with(topic, PEEK)
@@ -230,14 +240,14 @@ class Operations:
                     if not remaining or wanted <= 0 or not done:
                         break
                 left += remaining
-            return []
+            return nodes.errors
 
         names = {"topic": topic, "channel": channel, "to": to}
         async with self._moving:
-            await self._admin.actions.run(
+            warning = await self._admin.actions.run(
                 "move_messages", actor, work, lambda: f"{moved} moved, {left} left", **names
             )
-        return moved, left
+        return moved, left, warning
 
     def _target(self, access: Access, topic: str, to: str, unwrap: bool) -> messages.Target:
         if to:
@@ -254,12 +264,16 @@ class Operations:
             prefix = f"{before:,} were {done}, then: " if before else ""
             raise ApiError(409, f"{prefix}{error}") from error
 
-    async def plan(self, topic: str, channel: str, target: Mapping[str, str]) -> list[Plan]:
-        """A dry run of a replay."""
+    async def plan(self, topic: str, channel: str, target: Mapping[str, str]) -> tuple[list[Plan], str]:
+        """A dry run of a replay. The warning names the nodes that could not be asked."""
         nodes = await self.nodes_with(topic, SEEK)
-        return [await self._seek(node, topic, channel, target, dry_run="true") for node in nodes.able]
+        plans = [await self._seek(node, topic, channel, target, dry_run="true") for node in nodes.able]
+        return plans, Found(None, nodes.errors).message
 
-    async def replay(self, actor: Actor, topic: str, channel: str, target: Mapping[str, str]) -> list[Plan]:
+    async def replay(
+        self, actor: Actor, topic: str, channel: str, target: Mapping[str, str]
+    ) -> tuple[list[Plan], str]:
+        """The warning names the nodes where it failed."""
         nodes = await self.nodes_with(topic, SEEK)
         nodes.require()
         plans: list[Plan] = []
@@ -269,9 +283,9 @@ class Operations:
             errors = [f"{plan.node}: {plan.error}" for plan in plans if plan.error]
             if len(errors) == len(plans):
                 raise ApiError(409, "; ".join(errors))
-            return errors
+            return nodes.errors + errors
 
-        await self._admin.actions.run(
+        warning = await self._admin.actions.run(
             "seek_channel",
             actor,
             work,
@@ -280,7 +294,7 @@ class Operations:
             channel=channel,
             place=" ".join(f"{name}={value}" for name, value in target.items()),
         )
-        return plans
+        return plans, warning
 
     async def _seek(
         self, node: Node, topic: str, channel: str, target: Mapping[str, str], **dry_run: str

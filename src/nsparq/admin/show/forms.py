@@ -196,7 +196,7 @@ class Forms:
 
     async def _move(self, sent: _Sent) -> Note:
         form = sent.form
-        moved, left = await self._admin.operations.move(
+        moved, left, warning = await self._admin.operations.move(
             sent.actor,
             sent.access,
             sent.topic,
@@ -205,16 +205,15 @@ class Forms:
             unwrap=form["unwrap"] == "1",
             count=form.number("count"),
         )
-        return Note(f"Messages moved: {moved:,}; left in the channel: {left:,}.")
+        return _done(f"Messages moved: {moved:,}; left in the channel: {left:,}.", warning)
 
     async def _seek(self, sent: _Sent) -> Note:
         try:
             target = parse_target(sent.form["to"], sent.form["time"])
         except BadTarget as error:
             raise ApiError(400, str(error)) from error
-        plans = await self._admin.operations.replay(sent.actor, sent.topic, sent.channel, target)
+        plans, warning = await self._admin.operations.replay(sent.actor, sent.topic, sent.channel, target)
         again, skipped = sum(p.again for p in plans), sum(p.skipped for p in plans)
-        warning = "; ".join(f"{p.node}: {p.error}" for p in plans if p.error)
         return _done(f"Channel moved. Messages delivered again: {again:,}; skipped: {skipped:,}.", warning)
 
     async def _settings(self, sent: _Sent) -> Note:

@@ -137,7 +137,7 @@ class MessagePages:
         problem = ""
         if to:
             try:
-                plans = await self._admin.operations.plan(topic, channel, parse_target(to, when))
+                plans, _ = await self._admin.operations.plan(topic, channel, parse_target(to, when))
             except BadTarget as error:
                 problem = str(error)
         _, settings = await self._admin.settings.read(topic)

@@ -178,10 +178,10 @@ class Messages(Handlers):
         count = _field(body, "count", 0)
         if count < 0:
             raise ApiError(400, "INVALID_BODY")
-        moved, left = await self._admin.operations.move(
+        moved, left, warning = await self._admin.operations.move(
             self._actor(request), self._access(request), topic, channel, count=count, **_target(body)
         )
-        return {"message": "", "moved": moved, "left": left}
+        return {"message": warning, "moved": moved, "left": left}
 
     @change(
         "POST",
@@ -208,10 +208,11 @@ class Messages(Handlers):
             raise ApiError(400, "INVALID_TARGET", reason=str(error)) from error
         operations = self._admin.operations
         if dry_run:
-            plans = await operations.plan(topic, channel, target)
+            plans, warning = await operations.plan(topic, channel, target)
         else:
-            plans = await operations.replay(self._actor(request), topic, channel, target)
-        return {"message": "", "done": not dry_run, "nodes": [plan.as_json() for plan in plans]}
+            actor = self._actor(request)
+            plans, warning = await operations.replay(actor, topic, channel, target)
+        return {"message": warning, "done": not dry_run, "nodes": [plan.as_json() for plan in plans]}
 
 
 def _number(request: Request, name: str, default: int) -> int:
