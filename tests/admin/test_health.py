@@ -88,6 +88,14 @@ def test_nodes_that_do_not_answer_or_are_unhealthy_come_first() -> None:
     assert all(one.severity is Severity.CRITICAL for one in found[:2])
 
 
+def test_nodes_with_one_address_are_not_said_to_be_silent() -> None:
+    polls = Polls()
+    polls.poll(said(5), said(5))
+    polls.watch.errors = ["a and b both announce h1:4151"]
+    (found,) = find_problems(polls.watch)
+    assert (found.severity, found.title) == (Severity.WARNING, "two nodes have one address")
+
+
 # What the overview must not hide
 
 

@@ -19,11 +19,11 @@ from tests.support.aio import run
 from tests.support.auth_server import AuthServer
 
 
-def asking(work: Callable[[Cluster], Awaitable[Any]], *lookupds: str) -> Any:
+def asking(work: Callable[[Cluster], Awaitable[Any]], *lookupds: str, nsqds: tuple[str, ...] = ()) -> Any:
     async def main() -> Any:
         upstream = Upstream(connect_timeout=1.0, request_timeout=0.5)
         try:
-            return await work(Cluster(upstream, lookupds=lookupds, nsqds=()))
+            return await work(Cluster(upstream, lookupds=lookupds, nsqds=nsqds))
         finally:
             await upstream.close()
 
@@ -91,6 +91,27 @@ def test_nothing_is_called_missing_while_a_node_that_may_have_it_does_not_answer
             asking(lambda cluster: cluster.topic("t"), server.address)
         with pytest.raises(Unreachable):
             asking(lambda cluster: cluster.topic("t"), server.address, "127.0.0.1:1")
+
+
+def test_two_nsqds_that_announce_one_address_are_reported() -> None:
+    with AuthServer() as first, AuthServer() as second:
+        info = {"broadcast_address": "db", "hostname": "db", "tcp_port": 4150, "http_port": 4151}
+        for start_time, count in ((5, 0), (6, 1)):
+            first.answer(info | {"start_time": 5})
+            second.answer(info | {"start_time": start_time})
+            found = asking(lambda cluster: cluster.nodes(), nsqds=(first.address, second.address))
+            assert ([node.address for node in found.value], len(found.errors)) == (["db:4151"], count)
+        assert f"{first.address} and {second.address} both announce db:4151" in found.errors[0]
+
+
+def test_two_nsqds_that_announce_one_address_to_nsqlookupd_are_reported() -> None:
+    with AuthServer() as server:
+        info = {"broadcast_address": "localhost", "tcp_port": 4150, "http_port": 4151}
+        for other, count in (("a", 0), ("b", 1)):
+            server.answer({"producers": [info | {"hostname": "a"}, info | {"hostname": other}]})
+            found = asking(lambda cluster: cluster.nodes(), server.address)
+            assert (len(found.value), len(found.errors)) == (1, count)
+        assert "a and b both announce localhost:4150" in found.errors[0]
 
 
 def test_errors_show_no_password() -> None:

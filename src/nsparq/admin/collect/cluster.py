@@ -44,6 +44,8 @@ S = TypeVar("S")
 
 LOOKUPD: Final = "nsqlookupd"
 NSQD: Final = "nsqd"
+ONE_NAME: Final = "both announce"
+"""In the error for two nsqds with the same address."""
 NOT_PRIMARY: Final = "NOT_PRIMARY"
 """The code of a node that follows the primary of its cluster."""
 
@@ -146,12 +148,15 @@ class Cluster:
             return await self._configured_nodes()
         found = await self._each(self.lookupds, self._nodes_of, LOOKUPD)
         merged: dict[str, Node] = {}
+        errors = [*found.errors]
         for nodes in found.value:
             for node in nodes:
                 known = merged.get(node.tcp_address)
+                if known is not None and known.hostname != node.hostname:
+                    errors.append(_one_name(known.hostname, node.hostname, node.tcp_address))
                 merged[node.tcp_address] = node if known is None else known.joined(node)
         everyone = sorted(merged.values(), key=lambda node: (node.hostname, node.address))
-        return Found(mark_out_of_date(everyone), found.errors)
+        return Found(mark_out_of_date(everyone), list(dict.fromkeys(errors)))
 
     async def nodes_with_topics(self) -> Found[list[Node]]:
         """Without nsqlookupds every nsqd is asked for its stats too. Raises Unreachable."""
@@ -330,8 +335,13 @@ class Cluster:
 
     async def _configured_nodes(self) -> Found[list[Node]]:
         found = await self._each(self.nsqds, self._ask_info, NSQD)
-        nodes = mark_out_of_date({node.address: node for node in found.value}.values())
-        return Found(nodes, found.errors)
+        merged: dict[str, Node] = {}
+        errors = [*found.errors]
+        for node in found.value:
+            known = merged.setdefault(node.address, node)
+            if (known.hostname, known.start_time) != (node.hostname, node.start_time):
+                errors.append(_one_name(known.configured, node.configured, node.address))
+        return Found(mark_out_of_date(merged.values()), errors)
 
     async def _ask_info(self, address: str) -> Node:
         answer = await self.upstream.ask("GET", f"http://{address}/info", secret=Secret(self._secret))
@@ -397,6 +407,13 @@ class Changed(NamedTuple):
     errors: list[str]
     missing: list[str]
     """NSQ's codes, of those errors that say that the topic or channel is not there."""
+
+
+def _one_name(first: str, second: str, address: str) -> str:
+    return (
+        f"{first} and {second} {ONE_NAME} {address}: only one of them is shown; give each nsqd its own "
+        "--broadcast-address"
+    )
 
 
 def _object(answer: Any) -> Mapping[str, Any]:

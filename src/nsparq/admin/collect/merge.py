@@ -74,6 +74,8 @@ class Node:
     configured: str = ""
     """Its address in --nsqd-http-address, if any. It may be reachable only there."""
     out_of_date: bool = False
+    start_time: int = 0
+    """Unix seconds; 0 from an nsqlookupd, which does not know it."""
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any], lookupd: str = "") -> Node:
@@ -95,6 +97,7 @@ class Node:
             topics=tuple(sorted(zip(names, dead, strict=False))),
             topology_zone=text(fields, "topology_zone"),
             topology_region=text(fields, "topology_region"),
+            start_time=number(fields, "start_time"),
         )
 
     def joined(self, other: Node) -> Node:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from nsparq.admin.collect.cluster import ONE_NAME
 from nsparq.admin.collect.history import fit
 from nsparq.admin.collect.replicated import Replicated
 from nsparq.admin.collect.watch import FORGET_S, NodeState, Watch
@@ -40,6 +41,15 @@ def _lookups(watch: Watch) -> Iterator[Problem]:
     unreachable = {f"{address}: {state.error}" for address, state in watch.nodes.items() if state.error}
     for error in watch.errors:
         if error in unreachable:
+            continue
+        if ONE_NAME in error:
+            yield Problem(
+                "lookupd",
+                Severity.WARNING,
+                "two nodes have one address",
+                error,
+                "The figures lack those of the other node.",
+            )
             continue
         is_all = error.startswith("failed to query any")
         yield Problem(
