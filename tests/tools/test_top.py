@@ -10,7 +10,7 @@ from typing import Any
 from nsparq.tools.figures import Poll
 from nsparq.tools.source import Answers
 from nsparq.tools.top import Model
-from nsparq.tools.top_screen import keys_of
+from nsparq.tools.top_screen import draw, keys_of
 from tests.support import TestBroker
 from tests.support.polling import DEADLINE
 
@@ -93,6 +93,32 @@ def test_keys_sort_and_look_closer() -> None:
     model.update(poll(40.0))
     assert model.last is before
     assert not press(model, "q")
+
+
+def test_a_terminal_does_not_obey_what_clients_say() -> None:
+    model = Model()
+    client = {"client_id": "\x1b]0;title\x07a\nb", "user_agent": "c\x9b31m", "message_count": 5}
+    model.update(poll(10.0, n1=stats(("t", 0, [channel("c", 0, 0, clients=[client])]))))
+    press(model, "enter")
+    text = draw(model, 200, 10).plain
+    assert model.place.view == "clients" and len(text.splitlines()) == 10
+    assert r"\x1b]0;title\x07a\nb" in text and r"c\x9b31m" in text
+    assert text.replace("\n", "").isprintable()
+
+
+def test_of_an_odd_client_what_is_known_is_shown() -> None:
+    model = Model()
+    clients: list[Any] = [
+        {},
+        {"remote_address": [], "client_id": 5, "message_count": "x"},
+        {"ready_count": 7},
+    ]
+    model.update(poll(10.0, n1=stats(("t", 0, [channel("c", 0, 0, clients=clients)]))))
+    press(model, "enter")
+    assert shown(model, "client_id", "remote_address", "message_count", "ready_count") == [
+        (None, None, None, None), (None, None, None, None), (None, None, None, 7)
+    ]  # fmt: skip
+    assert len(draw(model, 200, 10).plain.splitlines()) == 10
 
 
 def test_escape_sequences_are_keys() -> None:

@@ -23,9 +23,9 @@ CHANNEL_SUMS: Final = (
     "message_count", "client_count",
 )  # fmt: skip
 LAG_KEYS: Final = ("oldest_message_age_s", "drain_time_s")
-CLIENT_KEYS: Final = (
-    "client_id", "hostname", "remote_address", "user_agent", "ready_count", "in_flight_count",
-    "message_count", "finish_count", "requeue_count", "connect_ts",
+CLIENT_TEXTS: Final = ("client_id", "hostname", "remote_address", "user_agent")
+CLIENT_NUMBERS: Final = (
+    "ready_count", "in_flight_count", "message_count", "finish_count", "requeue_count", "connect_ts",
 )  # fmt: skip
 
 
@@ -105,7 +105,8 @@ class Poll:
                 "topic": topic.get("topic_name"),
                 "channel": channel.get("channel_name"),
                 "node": address,
-                **{key: client.get(key) for key in CLIENT_KEYS},
+                **{key: text if isinstance(text := client.get(key), str) else None for key in CLIENT_TEXTS},
+                **{key: number_in(client, key) for key in CLIENT_NUMBERS},
             }
             for address, topic in self._topics()
             for channel in objects(topic, "channels")
@@ -138,6 +139,8 @@ def add_rates(
 ) -> None:
     """Add figures per second to rows. `keys` identify a row, `names` are keys of RATES. Without an
     earlier row, or after a restart, which sets the counters back, a rate is None."""
+    if not names:
+        return
     known = {tuple(row[key] for key in keys): row for row in before}
     for row in rows:
         earlier = known.get(tuple(row[key] for key in keys))

@@ -20,7 +20,7 @@ from nsparq.tools.command_table import CommandTable, run_command
 from nsparq.tools.json_lines import body_fields, headers_prefix
 from nsparq.tools.log_reader import LogReader, StoredMessage
 from nsparq.tools.nsq_tail import headers_option
-from nsparq.tools.output import moment, print_json
+from nsparq.tools.output import moment, print_json, printable
 from nsparq.tools.source import Source, SourceFlags
 from nsparq.tools.times import TIME_HELP, parse_time
 
@@ -115,14 +115,10 @@ def _show(message: Mapping[str, Any]) -> None:
     if headers := message.get("headers"):
         print(f"    {json.dumps(headers)}")
     body = message.get("body")
-    print(f"    {message.get('body_base64')}  (base64)" if body is None else f"    {_printable(body)}")
-
-
-def _printable(text: str) -> str:
-    """A terminal must not obey what a message contains."""
-    return "".join(
-        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text
-    ).replace("\n", "\n    ")
+    if body is None:
+        print(f"    {message.get('body_base64')}  (base64)")
+    else:
+        print("    " + printable(body, "\n\t").replace("\n", "\n    "))
 
 
 peek = partial(run_command, PEEK, _peek)

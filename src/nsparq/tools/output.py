@@ -8,7 +8,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-__all__ = ["Column", "age", "amount", "moment", "print_json", "print_rows", "size", "text_table"]
+__all__ = [
+    "Column",
+    "age",
+    "amount",
+    "moment",
+    "print_json",
+    "print_rows",
+    "printable",
+    "size",
+    "text_table",
+]
 
 Row = Mapping[str, Any]
 
@@ -23,7 +33,17 @@ class Column(NamedTuple):
 
     def cell(self, row: Row) -> str:
         value = row.get(self.key)
-        return "-" if value is None else self.show(value)
+        return "-" if value is None else printable(self.show(value))
+
+
+def printable(text: str, keep: str = "") -> str:
+    """A terminal must not obey what a message, a client or another daemon says: control characters
+    are escaped, except those in `keep`."""
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() or one in keep else one.encode("unicode_escape").decode() for one in text
+    )
 
 
 def print_json(value: object) -> None:
