@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from nsparq.client import loop_thread
-from nsparq.client.loop_thread import LoopThread
+from nsparq.client.loop_thread import LoopThread, NotRunning
 from tests.support import wait_until
+from tests.support.polling import DEADLINE
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +108,31 @@ def test_a_call_from_the_loop_itself_is_refused() -> None:
     with pytest.raises(RuntimeError, match="called from the thread"):
         thread.call(lambda: thread.call(lambda: None))
     thread.stop()
+
+
+def test_a_call_that_comes_too_late_for_the_loop_does_not_wait_for_it() -> None:
+    """The loop takes it, and closes before it runs."""
+    failures: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            thread.call(asyncio.sleep, 0, timeout=DEADLINE)
+        except BaseException as error:
+            failures.append(error)
+
+    caller = threading.Thread(target=call)
+
+    def run_and_close_late(main: Coroutine[Any, Any, None]) -> None:
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(main)
+        caller.start()
+        wait_until(lambda: loop._ready)  # type: ignore[attr-defined]  # what has been scheduled
+        loop.close()
+
+    thread = LoopThread(Resource(), name="test-loop", run=run_and_close_late)
+    thread.stop()
+    caller.join()
+    assert [type(one) for one in failures] == [NotRunning]
 
 
 def test_a_post_after_the_end_does_nothing() -> None:

@@ -13,6 +13,7 @@ from contextlib import closing
 import pytest
 
 from nsparq.client import Config, ConnectFailed, Message, NotConnected, PublishFailed, PublishTimeout, Stopped
+from nsparq.client.loop_thread import LoopThread
 from nsparq.client.sync import Producer, consume
 from nsparq.testing import Broker, FaultProxy, run_broker, run_lookupd
 from tests.support import unique_name, wait_until
@@ -145,6 +146,17 @@ def test_a_lost_connection_is_an_error_and_the_next_call_connects_anew(broker: B
         proxy.heal()
         producer.publish(topic, b"c")
     assert bodies(broker, topic)[-1] == b"c"
+
+
+def test_a_publish_that_finds_its_loop_closed_raises_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread closes the producer just after this one has looked."""
+    producer = Producer("127.0.0.1:1")
+    producer.close()
+    monkeypatch.setattr(producer, "_is_closed", False)
+    monkeypatch.setattr(LoopThread, "is_running", True)
+    for call in (producer.connect, lambda: producer.publish("t", b"x")):
+        with pytest.raises(Stopped):
+            call()
 
 
 def test_closing_does_not_say_that_a_publish_in_doubt_was_not_published(broker: Broker) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Final, Generic, TypeVar
 
-__all__ = ["LoopThread"]
+__all__ = ["LoopThread", "NotRunning"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -23,6 +23,10 @@ Run = Callable[[Coroutine[Any, Any, None]], object]
 START_S: Final = 30.0
 STOP_S: Final = 30.0
 CALL_S: Final = 30.0
+
+
+class NotRunning(RuntimeError):
+    """The event loop has ended."""
 
 
 class LoopThread(Generic[R]):
@@ -50,6 +54,10 @@ class LoopThread(Generic[R]):
         self._opened: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._failure: BaseException | None = None
         self._task: asyncio.Task[None] | None = None
+        self._calls: set[concurrent.futures.Future[Any]] = set()
+        """Not yet done."""
+        self._has_ended = False
+        """The loop runs nothing any more."""
         self._pid = os.getpid()
         self._is_abandoned = False
         """The caller gave up before the resource was open."""
@@ -77,6 +85,12 @@ class LoopThread(Generic[R]):
                 self._failure = error
             else:
                 self._opened.set_exception(error)
+        finally:
+            # Calls that the loop has taken and not run would be waited for in vain. call() looks
+            # in the other order, so none is missed.
+            self._has_ended = True
+            for call in [*self._calls]:
+                call.cancel()
 
     async def _keep_open(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -102,9 +116,9 @@ class LoopThread(Generic[R]):
 
     def call(self, function: Callable[..., Any], *arguments: Any, timeout: float = CALL_S) -> Any:
         """Call a function on the loop and return its result, awaited if it is awaitable. Raises
-        TimeoutError. If the caller is interrupted, the call is cancelled."""
+        NotRunning, TimeoutError. If the caller is interrupted, the call is cancelled."""
         if not self.is_running:
-            raise RuntimeError(f"{self._thread.name} has been stopped")
+            raise NotRunning(f"{self._thread.name} has been stopped")
         if self._thread is threading.current_thread():
             raise RuntimeError("called from the thread of the event loop itself")
 
@@ -112,11 +126,24 @@ class LoopThread(Generic[R]):
             result = function(*arguments)
             return await result if inspect.isawaitable(result) else result
 
-        future = asyncio.run_coroutine_threadsafe(work(), self.loop)
+        working = work()
+        try:
+            future = asyncio.run_coroutine_threadsafe(working, self.loop)
+        except RuntimeError as error:
+            # Another thread has stopped it since.
+            working.close()
+            raise NotRunning(f"{self._thread.name} has been stopped") from error
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        if self._has_ended:
+            future.cancel()
         try:
             return future.result(timeout)
-        except BaseException:
+        except BaseException as error:
             future.cancel()
+            if self._has_ended and inspect.getcoroutinestate(working) == inspect.CORO_CREATED:
+                working.close()
+                raise NotRunning(f"{self._thread.name} has been stopped") from error
             raise
 
     def post(self, function: Callable[..., Any], *arguments: Any) -> None:

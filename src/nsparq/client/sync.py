@@ -25,7 +25,7 @@ from typing import Any, Final
 from nsparq.client.config import Config
 from nsparq.client.consumer import Consumer
 from nsparq.client.errors import ConnectFailed, NotConnected, PublishTimeout, Stopped
-from nsparq.client.loop_thread import LoopThread
+from nsparq.client.loop_thread import LoopThread, NotRunning
 from nsparq.client.message import Message
 from nsparq.client.payloads.encode import encode_bodies, encode_payload
 from nsparq.client.payloads.numbers import name_in_child
@@ -154,7 +154,10 @@ class Producer:
     def _call(self, function: Callable[[], Any], limit: float) -> None:
         if self._is_closed or not self._thread.is_running:
             raise Stopped
-        self._thread.call(function, timeout=limit)
+        try:
+            self._thread.call(function, timeout=limit)
+        except NotRunning as error:
+            raise Stopped from error
 
 
 def consume(
