@@ -1640,6 +1640,39 @@ def test_a_cancelled_stop_leaves_nothing_open() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("is_handling", [False, True])
+def test_stop_ends_if_the_event_loop_cancels_all_tasks(is_handling: bool) -> None:
+    """As asyncio.run() does at its end: before the stop has begun, or while a handler ends."""
+    ending, released = asyncio.Event(), asyncio.Event()
+
+    async def slow_to_end(message: Message) -> None:
+        try:
+            await released.wait()
+        except asyncio.CancelledError:
+            ending.set()
+            await released.wait()
+
+    async def main() -> None:
+        async with consuming(slow_to_end) as (consumer, _, peer):
+            if is_handling:
+                peer.send_message("m1")
+                await until(lambda: consumer.messages_received)
+            stopping = asyncio.create_task(consumer.stop(0))
+            await (ending.wait() if is_handling else asyncio.sleep(0))
+            ours = ("Consumer", "Discovery", "Workers")
+            for task in asyncio.all_tasks():
+                if any(name in repr(task.get_coro()) for name in ours):
+                    task.cancel()
+            try:
+                await until(stopping.done, within=1.0)
+            finally:
+                # Nothing else would end this test.
+                consumer._stopped.set()
+                released.set()
+
+    run(main(), timeless=True)
+
+
 def test_stop_without_connections_is_quick() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()

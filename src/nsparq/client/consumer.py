@@ -227,6 +227,8 @@ class Consumer:
                 self._inbox.end()
             self._stopping = self._loop.create_task(self._finish_stop(grace))
             self._stopping.add_done_callback(log_failure)
+            # However it ends: the event loop may cancel it before it begins, or in its cleanup.
+            self._stopping.add_done_callback(lambda _: self._stopped.set())
         elif not self._stopped.is_set():
             self._loop.call_later(grace, self._cut_short)
 
@@ -294,7 +296,6 @@ class Consumer:
         for connection in connections:
             await connection.closed.wait()
         await self.give_up.stop()
-        self._stopped.set()
 
     def _give_back(self) -> None:
         """Requeue the messages that no loop over the messages will get."""
