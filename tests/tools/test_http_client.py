@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nsparq.tools.http_client import MAX_BODY, HttpClient, RequestFailed, parse_target
+from nsparq.tools.http_client import MAX_BODY, HttpClient, RequestFailed, _encode, parse_target
 from tests.support.polling import DEADLINE
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -272,3 +272,12 @@ def test_a_name_and_password_in_the_address_are_sent_as_such() -> None:
 def test_an_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(ValueError):
         parse_target(url)
+
+
+def test_a_header_replaces_the_usual_one_in_any_case() -> None:
+    """Servers refuse a request with two Host headers."""
+    target = parse_target("http://user:word@one.example/")
+    request = _encode("POST", target, {"host": "two.example", "AUTHORIZATION": "Bearer abc"}, b"x")
+    names = [line.partition(b":")[0].lower() for line in request.split(b"\r\n")[1:-2]]
+    assert sorted(names) == [b"authorization", b"content-length", b"host"]
+    assert b"two.example" in request and b"Bearer abc" in request

@@ -260,6 +260,7 @@ def _encode(method: str, target: Target, headers: Mapping[str, str], body: bytes
         given["Authorization"] = target.authorization
     if body:
         given["Content-Length"] = str(len(body))
-    given |= headers
+    replaced = {name.lower() for name in headers}
+    given = {name: value for name, value in given.items() if name.lower() not in replaced} | {**headers}
     lines = [f"{method} {target.path} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items())]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("utf-8") + body
