@@ -13,8 +13,9 @@ import pytest
 import uvloop
 
 from nsparq.admin.collect import upstream as module
-from nsparq.admin.collect.upstream import TlsFiles, Upstream
+from nsparq.admin.collect.upstream import RequestFailed, TlsFiles, Upstream
 from tests.support import DEADLINE
+from tests.support.aio import run
 from tests.support.certificates import certificates
 
 
@@ -66,3 +67,43 @@ def test_a_connection_that_is_cancelled_when_it_is_made_leaves_nothing_open(
     monkeypatch.setattr(module, "_Connection", Cancelled)
     with mute_tls_server() as port:
         uvloop.run(ask(port))
+
+
+CUT = "the connection ended in the middle of the answer"
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (b"HTTP/1.0 200 OK\r\nServer: small\r\n\r\n", (200, b"")),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nall", (200, b"all")),
+        (b"HTTP/1.0 200 OK\r\nServer: sm", CUT),
+        (b"HTTP/1.1 100 Continue\r\n\r\n", CUT),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nall", CUT),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nall\r\n", CUT),
+    ],
+)
+def test_an_answer_without_a_length_ends_with_its_connection(
+    sent: bytes, expected: tuple[int, bytes] | str
+) -> None:
+    """Receivers of webhooks are often small: without a body and a length they answer like that."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(sent)
+        writer.close()
+
+    async def main() -> None:
+        upstream = Upstream(connect_timeout=DEADLINE, request_timeout=DEADLINE)
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            asking = upstream.exchange("POST", f"http://127.0.0.1:{port}/")
+            if isinstance(expected, str):
+                with pytest.raises(RequestFailed, match=expected):
+                    await asking
+            else:
+                found = await asking
+                assert (found.status, found.body) == expected
+        await upstream.close()
+
+    run(main())

@@ -297,6 +297,8 @@ class _Connection(asyncio.Protocol):
         self._answer: asyncio.Future[Answer] | None = None
         self._is_lost = False
         self._keeps = False
+        self._has_head = False
+        """Whether all headers of the answer have arrived."""
         self.has_answered = False
         """Whether any byte of the answer to the current request has arrived."""
         self.idle_since = 0.0
@@ -308,7 +310,7 @@ class _Connection(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         self._pieces: list[bytes] = []
         self._size = 0
-        self._keeps = self.has_answered = False
+        self._keeps = self.has_answered = self._has_head = False
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         try:
@@ -352,7 +354,8 @@ class _Connection(asyncio.Protocol):
         self._is_lost = True
         if self._answer is None or self._answer.done():
             return
-        if self.has_answered and "content-length" not in self._headers and self._size and not error:
+        has_length = "content-length" in self._headers or "transfer-encoding" in self._headers
+        if self._has_head and not has_length and not error:
             # The end of the connection is the end of the answer.
             self._finish()
         else:
@@ -372,6 +375,9 @@ class _Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self._has_head = self._parser.get_status_code() >= 200
 
     def on_body(self, body: bytes) -> None:
         self._size += len(body)
