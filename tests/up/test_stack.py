@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,6 +140,28 @@ def test_a_member_that_is_not_vital_is_restarted_for_ever(play: Play) -> None:
         watching.cancel()
 
     assert "exited with status 5" in play("dies", act, is_vital=False).said[-1]
+
+
+def test_without_free_descriptors_a_member_is_restarted_later(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, calls = stack_module.Process.start, iter(range(100))
+
+    async def start_or_fail(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == 1:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return await start(*arguments, **options)
+
+    monkeypatch.setattr(stack_module.Process, "start", start_or_fail)
+
+    async def act(stack: Stack, actor: Actor, heard: Heard) -> None:
+        watching = asyncio.create_task(stack.watch())
+        await asyncio.to_thread(wait_until, lambda: actor.runs >= 2 or watching.done())
+        assert not watching.done()
+        watching.cancel()
+
+    heard = play("dies", act, is_vital=False)
+    assert heard.said[1] == "actor cannot be started: Too many open files; restarting it in 0.02 s"
 
 
 def test_a_member_that_has_finished_is_not_restarted(play: Play) -> None:

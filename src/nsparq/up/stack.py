@@ -164,7 +164,9 @@ class Stack:
             try:
                 process = await self._launch(member)
             except OSError as error:
-                raise StartError(f"{member.name} cannot be restarted: {error}") from error
+                # No free descriptor or process, for example: there may be one later.
+                what = f"cannot be started: {error.strerror or error}"
+                continue
             what = await self._wait_until_ready(member, process)
             if what:
                 # It may run without answering.
