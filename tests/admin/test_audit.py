@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import struct
+import threading
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -10,8 +14,9 @@ import pytest
 
 from nsparq.admin.security import CHANGES
 from nsparq.admin.show.api.reference import describe
-from tests.admin.support import REFERENCE_ADMIN, AdminThread, Cluster
-from tests.support import unique_name
+from tests.admin.support import REFERENCE_ADMIN, AdminThread, Cluster, start_admin
+from tests.support import unique_name, wait_until
+from tests.support.polling import DEADLINE
 
 pytestmark = pytest.mark.skipif(bool(REFERENCE_ADMIN), reason="ours only")
 
@@ -81,3 +86,37 @@ def test_every_change_is_logged_whether_made_or_refused(
         said = {403: "refused", 409: "failed - NOT_REPLICATED"}.get(status, "done")
         assert [one for one in ("refused", "failed", "done") if one in line] == [said.split()[0]], line
         assert said in line
+
+
+def test_a_change_whose_client_leaves_is_finished_and_logged(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = unique_name("t")
+    cluster.add(topic, "c")
+    begun, left = threading.Event(), threading.Event()
+    with start_admin(lookupd_http_address=(cluster.lookupd_address,), poll_interval=60.0) as admin:
+        daemon = admin.daemon  # type: ignore[union-attr]  # ours
+        post = daemon.cluster.post_to_nodes
+
+        async def slow_post(*arguments: Any, **query: str) -> Any:
+            begun.set()
+            await asyncio.to_thread(left.wait, DEADLINE)
+            return await post(*arguments, **query)
+
+        monkeypatch.setattr(daemon.cluster, "post_to_nodes", slow_post)
+        caplog.set_level("INFO")
+        with socket.create_connection(admin.http_address) as client:
+            # A reset at the end. One that only has sent everything still gets its answer.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            body = b'{"action": "pause"}'
+            head = (
+                f"POST /api/topics/{topic} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            client.sendall(head.encode() + body)
+            assert begun.wait(DEADLINE)
+        wait_until(lambda: not daemon._http.connections)
+        left.set()
+        wait_until(lambda: any("AUDIT: pause_topic" in text for text in caplog.messages))
+    for nsqd in cluster.nsqds:
+        (found,) = nsqd.stats(topic)["topics"]
+        assert found["paused"]

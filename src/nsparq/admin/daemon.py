@@ -172,6 +172,7 @@ class Nsqadmin:
             return
         logger.info("HTTP: closing %s", join_address(*self.http_address))
         await http.close()
+        await self.actions.close()
         await self.watch.close()
         await self.pipelines.close()
         if self.history_file is not None:

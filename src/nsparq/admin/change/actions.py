@@ -12,7 +12,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Final
 
 from nsparq.admin.collect.cluster import Changed, Cluster, Found, NotFound, Unreachable
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 ACTIONS: Final = ("pause", "unpause", "empty")
 MAX_WAITING: Final = 1000
 """Notifications that wait for a slow endpoint. Further ones are dropped, with a line in the log."""
+FINISH_S: Final = 10.0
+"""Time at shutdown to finish the changes under way."""
 DRAIN_S: Final = 2.0
 """Time at shutdown to send the notifications that wait."""
 
@@ -48,6 +50,7 @@ class Actions:
     def __init__(self, cluster: Cluster, notifier: Notifier) -> None:
         self._cluster = cluster
         self._notifier = notifier
+        self._under_way: set[asyncio.Task[str]] = set()
 
     async def run(
         self,
@@ -59,11 +62,39 @@ class Actions:
         **names: str,
     ) -> str:
         """Make a change, log it and notify. `work` returns what failed on some daemons; `outcome`
-        describes for the log what was done."""
+        describes for the log what was done.
+
+        The change goes on if the caller is cancelled: a client that leaves must not end it
+        half-way, nor keep it out of the log."""
+        return await self._to_the_end(self._run(action, actor, work, outcome, names))
+
+    async def _to_the_end(self, change: Coroutine[Any, Any, str]) -> str:
+        task = asyncio.create_task(change)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Wait for the changes under way, for at most FINISH_S."""
+        if self._under_way:
+            await asyncio.wait(self._under_way, timeout=FINISH_S)
+            await cancel_all([*self._under_way])
+
+    async def _run(
+        self,
+        action: str,
+        actor: Actor,
+        work: Callable[[], Awaitable[list[str]]],
+        outcome: Callable[[], str] | None,
+        names: Mapping[str, str],
+    ) -> str:
         try:
             errors = await work()
         except ApiError as error:
             audit(action, actor, f"failed - {error.code}", **names)
+            raise
+        except asyncio.CancelledError:
+            audit(action, actor, "failed - nsqadmin stops", **names)
             raise
         message = Found(None, errors).message
         done = f"done, {outcome()}" if outcome is not None else "done"
@@ -101,10 +132,14 @@ class Actions:
                 errors += producers.errors + done.errors
             return errors
 
-        message = await self.run("create_topic", actor, work, topic=topic)
-        if channel:
-            self._report("create_channel", actor, "done", topic=topic, channel=channel)
-        return message
+        async def create() -> str:
+            message = await self.run("create_topic", actor, work, topic=topic)
+            if channel:
+                done = f"done; {message}" if message else "done"
+                self._report("create_channel", actor, done, topic=topic, channel=channel)
+            return message
+
+        return await self._to_the_end(create())
 
     async def _exists(self, topic: str) -> bool:
         try:

@@ -228,6 +228,10 @@ class Operations:
         moved = left = 0
 
         async def work() -> list[str]:
+            async with self._moving:
+                return await move_all()
+
+        async def move_all() -> list[str]:
             nonlocal moved, left
             for node in nodes.able:
                 wanted = count or MAX_MOVES * messages.MOVED_AT_ONCE
@@ -243,10 +247,9 @@ class Operations:
             return nodes.errors
 
         names = {"topic": topic, "channel": channel, "to": to}
-        async with self._moving:
-            warning = await self._admin.actions.run(
-                "move_messages", actor, work, lambda: f"{moved} moved, {left} left", **names
-            )
+        warning = await self._admin.actions.run(
+            "move_messages", actor, work, lambda: f"{moved} moved, {left} left", **names
+        )
         return moved, left, warning
 
     def _target(self, access: Access, topic: str, to: str, unwrap: bool) -> messages.Target:
