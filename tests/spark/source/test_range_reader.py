@@ -13,6 +13,8 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.pandas.types import to_arrow_schema
 
+from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.http_client import Refused, Unreachable
 from nsparq.spark.datasource import SCHEMA
 from nsparq.spark.errors import DataLoss, NoAnswer
 from nsparq.spark.options import Use
@@ -246,10 +248,64 @@ def test_a_task_that_does_not_know_the_ids_asks(broker: Broker) -> None:
     assert known["id"].to_pylist() == [message.id for message in broker.peek("t")]
 
 
-def test_an_error_of_the_disk_is_tried_again(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsparq.spark.cluster.api import Client
-    from nsparq.spark.cluster.http_client import Refused
+def ids(batches: Iterator[pa.RecordBatch]) -> list[str]:
+    return [id for batch in batches for id in batch["id"].to_pylist()]
 
+
+def test_a_task_asks_for_the_ids_while_nothing_else_uses_the_connection(
+    broker: Broker, small_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(broker, 10)
+    task = work(broker)
+    known, real = ids(read(task)), Client.first_id
+
+    def ask(self: Client, *arguments: Any) -> int | None:
+        assert not [one for one in threading.enumerate() if one.name.startswith("nsq-read")]
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Client, "first_id", ask)
+    assert ids(read(replace(task, first_id=None))) == known
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [Unreachable("gone"), *(Refused("GET", status, "X", {}) for status in (503, 410, 416)), None],
+    ids=lambda error: getattr(error, "status", error),
+)
+def test_ids_are_right_although_nsqd_does_not_tell_them_at_once(
+    broker: Broker, trouble: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker.publish("t", b"x")
+    task = work(broker)
+    troubles, real = iter([trouble]), Client.first_id
+
+    def ask(self: Client, *arguments: Any) -> int | None:
+        for error in troubles:
+            if error is None:
+                return None
+            raise error
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Client, "first_id", ask)
+    assert ids(read(replace(task, first_id=None))) == [message.id for message in broker.peek("t")]
+
+
+def test_rows_whose_ids_cannot_be_known_any_more_are_a_loss(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker.publish("t", b"x")
+    task = replace(work(broker), first_id=None)
+
+    def ask(self: Client, *arguments: Any) -> int | None:
+        raise Refused("GET /topic/peek", 404, "TOPIC_NOT_FOUND", {})
+
+    monkeypatch.setattr(Client, "first_id", ask)
+    with pytest.raises(DataLoss, match="tells the ids"):
+        bodies(read(task))
+    assert bodies(read(task, failOnDataLoss="false")) == []
+
+
+def test_an_error_of_the_disk_is_tried_again(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     broker.publish("t", b"x")
     task = work(broker)
     real, refusals = Client.read, iter([500, 503])

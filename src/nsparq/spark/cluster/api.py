@@ -153,10 +153,12 @@ class Client(HttpClient):
             gaps = [(int(low), int(high)) for low, high in json.loads(found["x-nsparq-gaps"])]
             return LogChunk(answer.body, first, following, latest, gaps, lost)
 
-    def first_id(self, topic: str, sequence: int) -> int | None:
+    def first_id(self, topic: str, sequence: int | None) -> int | None:
         """The id of message number 0 of this node, even if no message ever had that number. None if
-        the topic has no message from `sequence` on to compute it from."""
-        answer = self.get("/topic/peek", topic=topic, count=1, **{"from": sequence})
+        there is no readable message to compute it from: the first one from `sequence` on, or the
+        newest."""
+        start = {} if sequence is None else {"from": sequence}
+        answer = self.get("/topic/peek", topic=topic, count=1, **start)
         messages = answer.object().get("messages") or ()
         with _valid_answer():
             return int(messages[0]["id"], 16) - int(messages[0]["sequence"]) if messages else None

@@ -11,12 +11,13 @@ that is away, because with a local master a single failed task ends the query.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Event
-from typing import Final
+from typing import Final, TypeVar
 
 import pyarrow as pa
 
@@ -35,6 +36,8 @@ from nsparq.storage.raw_batch import CorruptRange
 __all__ = ["LogRange", "close_idle", "read_range"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CHUNK: Final = 4 << 20
 """Bytes per request by default. A task holds twice as much."""
@@ -139,11 +142,14 @@ class _RangeReader:
             chunk = self._take(at)
             if chunk is None:
                 return
+            if builder is None:
+                # Before the next chunk is fetched, which needs the same connection.
+                first_id = self._first_id(max(at, chunk.first)) if "id" in schema.names else 0
+                if first_id is None:
+                    return
+                builder = RowBuilder(schema, work.topic, work.node, first_id)
             if chunk.next < work.end:
                 self._fetch_ahead(chunk.next)
-            if builder is None:
-                first_id = self._first_id(max(at, chunk.first)) if "id" in schema.names else 0
-                builder = RowBuilder(schema, work.topic, work.node, first_id)
             builder.reached = at
             try:
                 yield from builder.build(chunk.data, at, work.end, chunk.gaps)
@@ -158,15 +164,26 @@ class _RangeReader:
                 yield from builder.build(chunk.data, at, work.end, chunk.gaps)
             at = chunk.next
 
-    def _first_id(self, sequence: int) -> int:
-        """0 if it is unknown: then there is no message that needs it."""
+    def _first_id(self, sequence: int) -> int | None:
+        """See Client.first_id(). None if nsqd has no message any more to tell it by."""
         work = self._work
         if work.first_id is not None:
             return work.first_id
-        try:
-            return self.client.first_id(work.topic, sequence) or 0
-        except (Refused, Unreachable):
-            return 0
+        # If that place is damaged or has been removed, the newest message tells it.
+        for start in (sequence, None):
+            try:
+                found = self._ask(partial(self._peek, start))
+            except Refused as refused:
+                if refused.status not in (404, 410, 416):
+                    raise
+                continue
+            if found is not None:
+                return found
+        self._report_loss(f"{work}: nsqd has no readable message any more that tells the ids")
+        return None
+
+    def _peek(self, sequence: int | None) -> int | None:
+        return self.client.first_id(self._work.topic, sequence)
 
     def _take(self, at: int) -> LogChunk | None:
         """The chunk from a number on; None if nothing more can be read."""
@@ -206,22 +223,13 @@ class _RangeReader:
 
     def _fetch_from_nsqd(self, at: int, size: int, *, verify: bool) -> LogChunk | None:
         work = self._work
-        backoff = Backoff(self._options.retry_for)
         while True:
             try:
-                chunk = self.client.read(work.topic, at, size, work.incarnation, verify=verify)
+                chunk = self._ask(partial(self._read, at, size, verify))
                 if chunk.next > at:
                     return chunk
                 reason = f"the log ends at {chunk.latest}"
                 break
-            except Unreachable as error:
-                if self._stopped.is_set():
-                    return None
-                if not backoff.wait():
-                    raise NoAnswer(
-                        f"{work}: {error}, for {self._options.retry_for:g} seconds (option retryFor)"
-                    ) from error
-                self._find_again()
             except Refused as refused:
                 if refused.code == "OFFSET_GONE":
                     earliest = int(refused.details.get("earliest", 0))
@@ -236,12 +244,29 @@ class _RangeReader:
                 elif refused.code == "OFFSET_AHEAD":
                     reason = f"the log ends at {refused.details.get('latest')}"
                     break
-                elif refused.status < 500 or not backoff.wait():
-                    raise
                 else:
-                    self._find_again()
+                    raise
         self._report_loss(f"{work}: {reason}, before {at} was read")
         return None
+
+    def _read(self, at: int, size: int, verify: bool) -> LogChunk:
+        work = self._work
+        return self.client.read(work.topic, at, size, work.incarnation, verify=verify)
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        """The answer of nsqd, which may be away for a while. Raises NoAnswer, Refused."""
+        backoff = Backoff(self._options.retry_for)
+        while True:
+            try:
+                return request()
+            except Unreachable as error:
+                if self._stopped.is_set() or not backoff.wait():
+                    limit = f"for {self._options.retry_for:g} seconds (option retryFor)"
+                    raise NoAnswer(f"{self._work}: {error}, {limit}") from error
+            except Refused as refused:
+                if refused.status < 500 or not backoff.wait():
+                    raise
+            self._find_again()
 
     def _find_again(self) -> None:
         """Another node of a replicated nsqd may have taken over: it has the same log."""
