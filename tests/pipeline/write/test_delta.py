@@ -19,6 +19,7 @@ from pyspark.sql.types import StructType  # noqa: E402
 from nsparq.pipeline.errors import PipelineError  # noqa: E402
 from nsparq.pipeline.execute.progress import State  # noqa: E402
 from nsparq.pipeline.write.delta import DeltaFiles  # noqa: E402
+from nsparq.pipeline.write.upsert import Upsert  # noqa: E402
 from nsparq.spark.checkpoint import CheckpointBehind  # noqa: E402
 from nsparq.testing import Broker  # noqa: E402
 from tests.pipeline.conftest import Runs  # noqa: E402
@@ -99,6 +100,20 @@ def test_a_column_that_is_not_null_stays_so(tmp_path: Path) -> None:
     assert found(tmp_path) == [{"n": 1}]
 
 
+@pytest.mark.parametrize("days", [-719_163, 2_932_897, 2**31 - 1])
+def test_a_date_with_which_the_table_could_not_be_read_is_refused(tmp_path: Path, days: int) -> None:
+    table, schema = DeltaFiles(str(tmp_path), ("day",)), columns_of("n INTEGER, day DATE")
+    add(table, 0, "n INTEGER, day DATE", n=[1, 2], day=[date.min, date.max])
+    column = pa.array([None, days], pa.int32()).cast(pa.date32())
+    rows = pa.RecordBatch.from_arrays([pa.array([3, 4], pa.int32()), column], ["n", "day"])
+    with pytest.raises(PipelineError, match="the years 1 to 9999 as partitions, and the column 'day' has"):
+        table.write(iter([rows]), QUERY, 1)
+    by_number = Upsert(("n",), ())
+    with pytest.raises(PipelineError, match="Replace such dates in SQL"):
+        table.merge(QUERY, 1, pa.Table.from_batches([rows]), schema, by_number)
+    assert [row["n"] for row in found(tmp_path)] == [1, 2]
+
+
 def test_an_empty_text_is_null_as_a_partition(tmp_path: Path) -> None:
     table = DeltaFiles(str(tmp_path), ("item", "day"))
     day = date(2026, 11, 16)
@@ -156,8 +171,6 @@ def test_only_one_of_two_drivers_adds_the_batch(tmp_path: Path, monkeypatch: pyt
 
 def merge(table: DeltaFiles, batch: int, planned: str = "a0", **columns: list[Any]) -> None:
     from pyspark.sql.pandas.types import to_arrow_schema
-
-    from nsparq.pipeline.write.upsert import Upsert
 
     wanted = columns_of("n INTEGER, item STRING, at INTEGER" + (", new STRING" if "new" in columns else ""))
     rows = pa.Table.from_pydict(columns, to_arrow_schema(wanted, timezone="UTC"))

@@ -23,7 +23,7 @@ from nsparq.pipeline.write import compact, parquet_table, part_files  # noqa: E4
 from nsparq.pipeline.write.compact import CannotExchange  # noqa: E402
 from nsparq.pipeline.write.file_sink import ParquetFiles  # noqa: E402
 from nsparq.pipeline.write.parquet_table import ParquetDirectory  # noqa: E402
-from nsparq.pipeline.write.part_files import Part, PartWriter, directory_of, split  # noqa: E402
+from nsparq.pipeline.write.part_files import Part, PartWriter, directory_of, split, write_parts  # noqa: E402
 from nsparq.spark.checkpoint import CheckpointBehind  # noqa: E402
 
 QUERY = "0f0f0f0f-aaaa"
@@ -67,6 +67,31 @@ def test_rows_are_split_by_partition_values() -> None:
     ((values, whole),) = split(batch, ())
     assert (directory_of(values), whole.num_rows) == ("", 5)
     assert list(split(batch.slice(0, 0), ("topic",))) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "directory"),
+    [
+        (2_932_897, pa.date32(), "+10000-01-01"),
+        (-719_163, pa.date32(), "0000-12-31"),
+        (-719_529, pa.date32(), "-0001-12-31"),
+        (253_402_300_800_000_000, pa.timestamp("us", "UTC"), "+10000-01-01 00%3A00%3A00.000000+00%3A00"),
+        (253_402_300_800_000_000, pa.timestamp("us"), "+10000-01-01 00%3A00%3A00.000000"),
+    ],
+)
+def test_years_that_python_does_not_know_are_written(
+    tmp_path: Path, number: int, kind: pa.DataType, directory: str
+) -> None:
+    column = pa.array([number], pa.int32() if kind == pa.date32() else pa.int64()).cast(kind)
+    batch = pa.RecordBatch.from_arrays([pa.array([1]), column, column], ["n", "at", "day"])
+    table = ParquetDirectory(tmp_path)
+    (part,) = write_parts(PartWriter(table.creator(QUERY, 0), "zstd"), split(batch, ("day",)))
+    assert directory_of(part.values) == f"day={directory}"
+    # Readers skip files by this range, so there is none for the column.
+    assert json.loads(part.stats) == {"numRecords": 1, "minValues": {"n": 1}, "maxValues": {"n": 1}}
+    table.commit(QUERY, 0, [part])
+    (file,) = tmp_path.glob("*/*.parquet")
+    assert pq.read_table(str(file), partitioning=None).column("at").chunk(0) == column
 
 
 def test_small_batches_become_large_row_groups(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from nsparq.pipeline.write.part_files import (
     Values,
     directory_of,
     statistics_of,
+    text_of,
 )
 from nsparq.spark.checkpoint import LENGTH, check_batch
 
@@ -57,6 +58,9 @@ logger = logging.getLogger(__name__)
 COMPRESSION: Final = "zstd"
 NEW, OLD = "batch", "present"
 """Names in SQL for the rows of the batch and the rows of the table."""
+_DAYS: Final = (-719_162, 2_932_897)
+"""The first day of the year 1, and that of the year 10000, counted from 1970."""
+_DAY_US: Final = 86_400_000_000
 
 
 def is_installed() -> bool:
@@ -132,7 +136,7 @@ class DeltaFiles:
 
         if is_local(self._uri):
             Path(self._uri).mkdir(parents=True, exist_ok=True)
-        rows = (self._without_empty(one) for one in batches if one.num_rows)
+        rows = (self._partitionable(one) for one in batches if one.num_rows)
         first = next(rows, None)
         if first is None:
             return []
@@ -162,17 +166,35 @@ class DeltaFiles:
             for one in written
         ]
 
-    def _without_empty(self, rows: Rows) -> Rows:
-        """Replaces empty strings in partition columns by null, as Hive, Spark and Delta do."""
+    def _partitionable(self, rows: Rows) -> Rows:
+        """Replaces empty strings in partition columns by null, as Hive, Spark and Delta do. Raises
+        PipelineError for years that Delta's readers do not know."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
         for name in self._columns:
             column = rows.column(name)
+            if pa.types.is_date(column.type) or pa.types.is_timestamp(column.type):
+                self._check_years(name, column)
             if pa.types.is_string(column.type):
                 column = pc.if_else(pc.equal(column, ""), pa.scalar(None, column.type), column)
                 rows = rows.set_column(rows.schema.get_field_index(name), name, column)
         return rows
+
+    def _check_years(self, name: str, column: pa.Array | pa.ChunkedArray) -> None:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        is_date = pa.types.is_date(column.type)
+        numbers = column.cast(pa.int32() if is_date else pa.int64())
+        low, high = (one if is_date else one * _DAY_US for one in _DAYS)
+        wrong = pc.or_(pc.less(numbers, low), pc.greater_equal(numbers, high))
+        if (at := pc.index(wrong, True).as_py()) >= 0:
+            raise PipelineError(
+                f"{self} has the years 1 to 9999 as partitions, and the column {name!r} has "
+                f"{text_of(column[at])}, with which nobody could read the table again. Replace such dates in "
+                "SQL, for example by null"
+            )
 
     # the driver
 
@@ -206,7 +228,7 @@ class DeltaFiles:
         table = self._ready(query, batch, planned, schema if rows.num_rows else None)
         if table is None:
             return
-        source = self._without_empty(rows.cast(_arrow_schema(schema)))
+        source = self._partitionable(rows.cast(_arrow_schema(schema)))
         columns = {f"`{name}`": _new(name) for name in rows.column_names}
         others = {f"`{name}`": _new(name) for name in rows.column_names if name not in upsert.key}
         with self._committing(table, query, batch, planned) as properties:

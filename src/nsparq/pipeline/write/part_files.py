@@ -75,19 +75,33 @@ def split(batch: pa.RecordBatch, columns: Sequence[str]) -> Iterator[tuple[Value
         codes = codes * (len(one.dictionary) + 1) + one.indices.fill_null(len(one.dictionary)).to_numpy()
     found, first, place = np.unique(codes, return_index=True, return_inverse=True)
     for number, row in enumerate(first):
-        values = tuple((name, _text(batch.column(name)[int(row)])) for name in columns)
+        values = tuple((name, text_of(batch.column(name)[int(row)])) for name in columns)
         if len(found) == 1:
             yield values, kept
         else:
             yield values, kept.take(pa.array(np.flatnonzero(place == number)))
 
 
-def _text(value: Any) -> str | None:
+def text_of(value: Any) -> str | None:
+    """A partition value; None for null."""
     if not value.is_valid:
         return None
-    if pa.types.is_boolean(value.type):
-        return str(value.as_py()).lower()
-    return str(value.as_py())
+    try:
+        text = str(value.as_py())
+    except (OverflowError, ValueError):
+        return _far_text(value)
+    return text.lower() if pa.types.is_boolean(value.type) else text
+
+
+def _far_text(value: Any) -> str:
+    """A date or a time in a year that Python does not know, in the form that Spark writes."""
+    of_date = pa.types.is_date32(value.type)
+    shown = str(np.datetime_as_string(np.datetime64(value.value, "D" if of_date else value.type.unit)))
+    day, _, time = shown.partition("T")
+    year, rest = int(day[:-6]), day[-6:]
+    sign = "-" if year < 0 else "+" if year > 9999 else ""
+    zone = "+00:00" if time and value.type.tz else ""
+    return f"{sign}{abs(year):04d}{rest}" + (f" {time}{zone}" if time else "")
 
 
 class NewFile(Protocol):
@@ -284,8 +298,14 @@ def statistics_of(metadata: pq.FileMetaData) -> str:
             name, values = column.path_in_schema, column.statistics
             if values is None or not values.has_min_max or "." in name:
                 unknown.add(name)
-            else:
-                found.setdefault(name, []).append((values.min, values.max))
+                continue
+            try:
+                ends = values.min, values.max
+            except (OverflowError, ValueError):
+                # A date or a time in a year that Python does not know.
+                unknown.add(name)
+                continue
+            found.setdefault(name, []).append(ends)
     lowest, highest = {}, {}
     for name, ranges in found.items():
         low, high = min(one for one, _ in ranges), max(one for _, one in ranges)
