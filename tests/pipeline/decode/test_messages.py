@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "pipelines"
-JSON_SCHEMA = "number INT NOT NULL, item STRING, price DOUBLE, at TIMESTAMP, tags ARRAY<STRING>"
+JSON_SCHEMA = (
+    "number INT NOT NULL, item STRING, price DOUBLE, cost DECIMAL(9, 2), at TIMESTAMP, tags ARRAY<STRING>"
+)
 
 GOOD_JSON = {
     b'{"number": 1}': 1,
@@ -52,6 +54,7 @@ BAD_JSON = {
     b'{"number": 1, "tags": "a"}': 'tags: "a" is not ARRAY<STRING>',
     b'{"number": 1, "at": "soon"}': 'at: "soon" is not TIMESTAMP',
     b'{"number": 1, "item": "\xff"}': "not UTF-8: byte 0xff at position 23",
+    b'{"number": 1, "cost": 1' + b"0" * 400 + b"}": "does not fit the schema",
 }
 
 GOOD_CSV = {b"1,tea,4.5": 1, b"2,,": 2, b'3,"a,b",1': 3}
@@ -180,6 +183,18 @@ def test_a_message_is_a_row_or_a_dead_letter_that_says_why(
     assert {row._offset - 10: row.number for row in rows} == dict(enumerate(good.values()))
     bodies = [*good, *bad]
     assert {bodies[letter["offset"] - 10]: letter["error"] for letter in letters} == bad
+
+
+def test_a_message_of_any_depth_has_a_reason() -> None:
+    pytest.importorskip("pyspark")
+    from pyspark.sql.types import IntegerType, StructType
+
+    from nsparq.pipeline.decode.reasons import why_not
+
+    fields = StructType().add("a", IntegerType())
+    for depth in range(800, 1000):
+        reason = why_not(b'{"a": ' + b"[" * depth + b"]" * depth + b"}", "json", fields, {})
+        assert "is not INT" in reason or "nested too deeply" in reason
 
 
 def test_a_dead_letter_says_where_the_message_came_from(messages: Callable[..., DataFrame]) -> None:

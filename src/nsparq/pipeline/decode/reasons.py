@@ -54,6 +54,8 @@ def why_not(body: bytes, format: str, schema: StructType, options: Mapping[str, 
         read_text(body)
     except Undecodable as error:
         return str(error)
+    except RecursionError:
+        return "nested too deeply"
     return "does not decode"
 
 
@@ -133,7 +135,8 @@ def _is(value: Any, wanted: DataType) -> bool:
     if isinstance(wanted, _REAL):
         return is_number or value in ("NaN", "Infinity", "-Infinity", "+INF", "-INF", "INF")
     if isinstance(wanted, DecimalType):
-        return is_number and math.isfinite(value)
+        # Not math.isfinite() for a whole number, which may be too large for it.
+        return is_number and (isinstance(value, int) or math.isfinite(value))
     if isinstance(wanted, BinaryType):
         return isinstance(value, str)
     if isinstance(wanted, TimestampType | DateType):
