@@ -117,8 +117,9 @@ def test_the_narrowest_of_several_times_counts() -> None:
     assert (filters.since_us, filters.until_us) == (NOON_US + 1, NOON_US + 3600 * 10**6)
 
 
-def test_no_column_is_null() -> None:
+def test_only_headers_can_be_null() -> None:
     assert taken(IsNotNull(("body",)))[1] == [True]
+    assert taken(IsNotNull(("headers",)))[1] == [False]
     assert taken(IsNull(("body",)), Not(IsNotNull(("body",))))[1] == [False, False]
 
 

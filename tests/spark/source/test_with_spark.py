@@ -165,6 +165,8 @@ def test_filters_and_columns_decide_what_a_batch_reads(spark: SparkSession, brok
     # Spark tests nothing but what is not settled.
     (test, _) = pushed._jdf.queryExecution().optimizedPlan().toString().splitlines()
     assert re.fullmatch(rf"Filter NOT \(offset#\d+L = {first + 8}\)", test)
+    with_headers = spark.read.format("nsq").options(**options | {"columns": "headers", "pushFilters": "true"})
+    assert with_headers.load().where("headers IS NOT NULL").collect() == []
     past = load(pushFilters="true").where(f"timestamp < current_timestamp() - {hour}")
     assert past.collect() == [] and rows_scanned(past) == 0
     now = load(pushFilters="true").where(f"timestamp >= current_timestamp() - {hour} AND topic LIKE 'u%'")

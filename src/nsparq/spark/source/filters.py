@@ -14,6 +14,8 @@ from typing import Any, Final
 from pyspark.sql import datasource
 from pyspark.sql.datasource import Filter
 
+from nsparq.spark.columns import SCHEMA
+
 __all__ = ["CLOCK_SLACK_NS", "Filters"]
 
 CLOCK_SLACK_NS: Final = 300 * 10**9
@@ -38,6 +40,8 @@ _BOUNDS: Final[dict[str, tuple[int | None, int | None]]] = {
 }
 """What to add to the value for the lowest number that passes, and for the one after the highest."""
 
+_NEVER_NULL: Final = frozenset(field.name for field in SCHEMA.fields if not field.nullable)
+
 
 class Filters:
     """All pushed filters of a read. Holds plain values, since Spark pickles it with the reader."""
@@ -58,7 +62,7 @@ class Filters:
         kind = type(one).__name__
         column = one.attribute[0] if len(one.attribute) == 1 else ""
         if kind == "IsNotNull":
-            return not is_negated  # no column is ever null
+            return not is_negated and column in _NEVER_NULL
         value = getattr(one, "value", None)
         if column in ("topic", "node"):
             return self._take_name(column, kind, value, is_negated)
