@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import struct
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -254,6 +256,38 @@ def test_an_absent_nsqd_is_away_and_no_error() -> None:
 def test_a_port_of_another_server_is_an_error(broker: TestBroker) -> None:
     with pytest.raises(QueueError, match="not the TCP port of an nsqd"):
         QueueConnection(address(broker), "t", "c", CONFIG)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"max_rdy_count": "many"}',
+        b'{"max_rdy_count": [2500]}',
+        b'{"max_rdy_count": Infinity}',
+        b'{"max_rdy_count": -1}',
+        b'{"max_rdy_count": true}',
+        b'{"max_rdy_count": ',
+        b'{"x": ' + b"[" * 100_000,
+    ],
+    ids=lambda answer: str(answer[:30]),
+)
+def test_an_odd_answer_to_identify_is_an_error(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(10)
+
+        def answer_once() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(struct.pack(">ii", 4 + len(answer), 0) + answer)
+                while connection.recv(4096):
+                    pass
+
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        host, port = server.getsockname()
+        with pytest.raises(QueueError, match="IDENTIFY was answered with"):
+            QueueConnection(f"{host}:{port}", "t", "c", CONFIG)
+        thread.join(10)
 
 
 def test_a_name_that_nsqd_does_not_take_is_an_error(broker: TestBroker) -> None:

@@ -121,9 +121,12 @@ class QueueConnection:
         answer = self._response("IDENTIFY", deadline)
         try:
             agreed: dict[str, Any] = json.loads(answer) if answer.startswith(b"{") else {}
-        except ValueError as error:
+            max_rdy_count = agreed.get("max_rdy_count") or DEFAULT_MAX_RDY
+            if type(max_rdy_count) is not int or max_rdy_count < 0:
+                raise ValueError("max_rdy_count is no number of messages")
+        except (ValueError, RecursionError) as error:
             raise QueueError(f"{self._address}: IDENTIFY was answered with {answer[:100]!r}") from error
-        self.max_rdy_count = int(agreed.get("max_rdy_count") or DEFAULT_MAX_RDY)
+        self.max_rdy_count = max_rdy_count
         self._upgrade(agreed, config, deadline)
         if agreed.get("auth_required"):
             if not config.auth_secret:
