@@ -164,6 +164,16 @@ def test_the_delay_before_a_restart_doubles(rig: Rig) -> None:
     assert len(rig.started) == 3
 
 
+def test_a_pipeline_may_fail_as_often_as_its_retries_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(monkeypatch, TEXT.replace("retries = 2", "retries = 1_000_000"))
+    rig.look(0.0)
+    for failures in range(1, 1100):
+        rig.rows.fail("away")
+        rig.look(failures * 100.0)
+        assert (rig.figures.state, rig.figures.failures) == (State.WAITING, failures)
+        rig.look(failures * 100.0 + 90.0)
+
+
 def test_a_successful_batch_resets_the_retries(rig: Rig) -> None:
     for turn in range(5):
         rig.rows.recentProgress = [Report(turn, 1)]

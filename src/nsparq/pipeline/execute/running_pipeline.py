@@ -181,7 +181,9 @@ class RunningPipeline:
             self.figures.state = State.FAILED
             logger.error("%s: failed: %s", self.pipeline.name, text)
             return
-        delay = min(settings.retry_delay * 2 ** (self._failed_in_a_row - 1), settings.retry_max_delay)
+        # 2.0 ** 1024 would be too large, and a pipeline may fail that often.
+        doubled = settings.retry_delay * 2.0 ** min(self._failed_in_a_row - 1, 1000)
+        delay = min(doubled, settings.retry_max_delay)
         self._next_start = now + delay
         self.figures.state = State.WAITING
         logger.warning(
