@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,9 +16,13 @@ from nsparq.server.auth.policy_file import hash_generated
 from nsparq.spark.cluster import http_client
 from nsparq.spark.cluster.api import Client
 from nsparq.spark.cluster.http_client import Access, Backoff, Refused, Unreachable, base_url
+from nsparq.spark.cluster.nodes import Cluster
 from nsparq.spark.errors import NoLog
-from nsparq.spark.options import OptionError
+from nsparq.spark.options import NsqOptions, OptionError, Use
+from nsparq.spark.queue.planner import QueuePlanner
+from nsparq.spark.queue.staging import Staging
 from nsparq.spark.source.range_reader import close_idle
+from nsparq.spark.trigger import Limit
 from nsparq.testing import Broker, FaultProxy, run_broker
 from tests.spark.source.support import Query, bodies, numbered, options, read_batch
 from tests.support.certificates import certificates
@@ -150,6 +155,46 @@ def test_an_answer_of_another_server_is_unreachable(foreign: str, monkeypatch: p
         with pytest.raises(Unreachable, match="more than 3 bytes"):
             Foreign.answers = {"/info": (200, b"{    }")}
             client.info()
+
+
+_ODD = '{"broadcast_address": "h", "http_port": 1, "tcp_port": 2, '
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/nodes", '{"producers": 5}'),
+        ("/nodes", '{"producers": [null]}'),
+        ("/nodes", f'{{"producers": [{_ODD}"topics": 5}}]}}'),
+        ("/nodes", f'{{"producers": [{_ODD}"replication": "x"}}]}}'),
+        ("/nodes", '{"producers": ' + "[" * 100_000),
+        ("/stats", '{"topics": {"a": 1}}'),
+        ("/stats", '{"topics": [{"channels": []}]}'),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_an_odd_answer_does_not_end_the_search_for_nodes(foreign: str, path: str, body: str) -> None:
+    Foreign.answers = {"/info": (200, b"{}"), path: (200, body.encode())}
+    option = "nsqlookupd" if path == "/nodes" else "nsqd"
+    cluster = Cluster(NsqOptions.parse({"topicsPattern": ".*", option: foreign}, Use.LOG_BATCH))
+    try:
+        (failure,) = cluster.look().failures
+    finally:
+        cluster.close()
+    assert "not an answer of" in failure
+
+
+def test_an_odd_backlog_does_not_end_a_query_in_queue_mode(foreign: str, tmp_path: Path) -> None:
+    topic = {"topic_name": "t", "message_count": 1, "depth": 0, "paused": False}
+    channel = {"channel_name": "c", "depth": "many", "paused": False, "in_flight_count": 0}
+    stats = {"topics": [{**topic, "channels": [channel]}]}
+    Foreign.answers = {"/info": (200, b"{}"), "/stats": (200, json.dumps(stats).encode())}
+    given = {"topic": "t", "channel": "c", "nsqd": foreign, "staging": str(tmp_path)}
+    planner = QueuePlanner(NsqOptions.parse(given, Use.QUEUE_STREAM), Staging(tmp_path), False)
+    try:
+        assert planner.plan(Limit(), wait=0.0) == {}
+    finally:
+        planner.cluster.close()
 
 
 def test_an_old_nsq_wraps_its_answers(foreign: str) -> None:

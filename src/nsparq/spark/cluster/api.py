@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from nsparq.spark.cluster.http_client import HttpClient, Refused, Unreachable
+from nsparq.spark.cluster.http_client import Answer, HttpClient, Refused, Unreachable
 
-__all__ = ["Client", "LogChunk", "LogStatus", "MoveResult", "Positions"]
+__all__ = ["Client", "LogChunk", "LogStatus", "MoveResult", "Positions", "valid_answer"]
 
 
 class LogChunk(NamedTuple):
@@ -88,7 +88,7 @@ class Client(HttpClient):
 
     def lookup(self, topic: str) -> list[dict[str, Any]]:
         try:
-            return list(self.get("/lookup", topic=topic).object().get("producers") or ())
+            return _listed(self.get("/lookup", topic=topic), "producers")
         except Refused as refused:
             if refused.status == 404 and refused.code == "TOPIC_NOT_FOUND":
                 return []
@@ -96,7 +96,7 @@ class Client(HttpClient):
 
     def nodes(self) -> list[dict[str, Any]]:
         """All nsqd, each with its topics."""
-        return list(self.get("/nodes").object().get("producers") or ())
+        return _listed(self.get("/nodes"), "producers")
 
     # nsqd
 
@@ -104,19 +104,19 @@ class Client(HttpClient):
         """Topics with their channels, without clients."""
         given = {name: value for name, value in (("topic", topic), ("channel", channel)) if value}
         answer = self.get("/stats", format="json", include_clients="false", include_mem="false", **given)
-        return list(answer.object().get("topics") or ())
+        return _listed(answer, "topics")
 
     # the log of nsparq's nsqd
 
     def positions(self, topic: str) -> Positions:
         found = self.get("/topic/positions", topic=topic).object()
-        with _valid_answer():
+        with valid_answer():
             return _positions(found)
 
     def gaps(self, topic: str) -> list[tuple[int, int]]:
         """Half-open ranges of numbers that have no message."""
         found = self.get("/topic/positions", topic=topic).object()
-        with _valid_answer():
+        with valid_answer():
             return [(int(low), int(high)) for low, high in found["gaps"]]
 
     def statuses(
@@ -129,7 +129,7 @@ class Client(HttpClient):
         limit = self._access.timeout and self._access.timeout + wait
         body = json.dumps({"topics": known}).encode()
         answer = self.request("POST", "/topics/positions", given, body, timeout=limit)
-        with _valid_answer():
+        with valid_answer():
             found = answer.object()["topics"]
             return {topic: _status(content, bool(channel)) for topic, content in found.items()}
 
@@ -146,7 +146,7 @@ class Client(HttpClient):
             **more,
         )
         found = answer.headers
-        with _valid_answer():
+        with valid_answer():
             first, following, latest, lost = (
                 int(found[f"x-nsparq-{name}"]) for name in ("first", "next", "latest", "lost")
             )
@@ -160,7 +160,7 @@ class Client(HttpClient):
         start = {} if sequence is None else {"from": sequence}
         answer = self.get("/topic/peek", topic=topic, count=1, **start)
         messages = answer.object().get("messages") or ()
-        with _valid_answer():
+        with valid_answer():
             return int(messages[0]["id"], 16) - int(messages[0]["sequence"]) if messages else None
 
     def commit(self, topic: str, channel: str, sequence: int, incarnation: str) -> tuple[int, int]:
@@ -170,7 +170,7 @@ class Client(HttpClient):
             "/channel/commit", topic=topic, channel=channel, sequence=sequence, incarnation=incarnation
         )
         found = answer.object()
-        with _valid_answer():
+        with valid_answer():
             return int(found["cursor"]), int(found["depth"])
 
     def commit_many(
@@ -193,9 +193,17 @@ class Client(HttpClient):
         if owner:
             given["owner"] = owner
         answer = self.request("POST", path, given, body)
-        with _valid_answer():
+        with valid_answer():
             found = answer.object()["topics"]
             return {topic: _move_result(found[topic]) for topic in places}
+
+
+def _listed(answer: Answer, name: str) -> list[dict[str, Any]]:
+    """Objects in an answer; none if it has null, as Go writes an empty list."""
+    found = answer.object().get(name) or []
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise Unreachable(f"not an answer of nsqd or nsqlookupd: {name} is no list of objects")
+    return found
 
 
 def _positions(content: dict[str, Any]) -> Positions:
@@ -219,9 +227,9 @@ def _move_result(content: dict[str, Any]) -> MoveResult:
 
 
 @contextmanager
-def _valid_answer() -> Iterator[None]:
+def valid_answer() -> Iterator[None]:
     """An answer in another form comes from another server: Unreachable."""
     try:
         yield
-    except (LookupError, ValueError, TypeError) as error:
-        raise Unreachable(f"not an answer of nsqd: {error!r}") from error
+    except (AttributeError, LookupError, ValueError, TypeError) as error:
+        raise Unreachable(f"not an answer of nsqd or nsqlookupd: {error!r}") from error

@@ -140,7 +140,7 @@ class Answer(NamedTuple):
         """The JSON object in the body. Raises Unreachable: another server answered."""
         try:
             content = self.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Unreachable(f"not an answer of NSQ: {error}") from error
         if not isinstance(content, dict):
             raise Unreachable("not an answer of NSQ: no JSON object")
@@ -150,7 +150,7 @@ class Answer(NamedTuple):
         """The JSON object in the body of an error; empty if there is none."""
         try:
             content = json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return content if isinstance(content, dict) else {}
 

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from nsparq.addresses import heard_address
 from nsparq.errors import NsparqError
 from nsparq.fetch import without_secrets
-from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.api import Client, valid_answer
 from nsparq.spark.cluster.http_client import Access, Refused, Unreachable, base_url
 from nsparq.spark.options import NsqOptions
 
@@ -135,8 +135,9 @@ class Cluster:
         pattern = self._options.topics_pattern
         if pattern is None:
             return [(node, self._options.wanted_topics)]
-        names = (str(topic["topic_name"]) for topic in self.client(node).stats())
-        return [(node, [*filter(pattern.fullmatch, names)])]
+        topics = self.client(node).stats()
+        with valid_answer():
+            return [(node, [*filter(pattern.fullmatch, (str(one["topic_name"]) for one in topics))])]
 
     def _ask_lookupd(self, lookupd: Client) -> NodeTopics:
         options = self._options
@@ -147,11 +148,13 @@ class Cluster:
                 for one in lookupd.lookup(topic)
                 if (node := _node_of(one))
             ]
-        return [
-            (node, [*filter(self._is_wanted, _topics_of(one))])
-            for one in lookupd.nodes()
-            if (node := _node_of(one))
-        ]
+        found = lookupd.nodes()
+        with valid_answer():
+            return [
+                (node, [*filter(self._is_wanted, _topics_of(one))])
+                for one in found
+                if (node := _node_of(one))
+            ]
 
     def nodes(self) -> list[Node]:
         """All nsqd, whatever topics they have. Raises Unreachable if no daemon answers."""
@@ -236,17 +239,19 @@ def _topics_of(producer: dict[str, Any]) -> list[str]:
 
 
 def _node_of(producer: dict[str, Any]) -> Node | None:
-    """From an entry of nsqlookupd, or from nsqd's /info. None if the address is invalid."""
+    """From an entry of nsqlookupd, or from nsqd's /info. None if the address is invalid. Raises
+    Unreachable."""
     host = producer.get("broadcast_address")
     name = heard_address(host, producer.get("http_port"))
     if name is None:
         logger.warning("an nsqd with an invalid address: %.200r", producer)
         return None
     replication = producer.get("replication") or {}
-    return Node(
-        name,
-        f"http://{name}",
-        heard_address(host, producer.get("tcp_port")) or "",
-        cluster=str(replication.get("cluster", "")),
-        is_serving=replication.get("role", "primary") == "primary",
-    )
+    with valid_answer():
+        return Node(
+            name,
+            f"http://{name}",
+            heard_address(host, producer.get("tcp_port")) or "",
+            cluster=str(replication.get("cluster", "")),
+            is_serving=replication.get("role", "primary") == "primary",
+        )

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from nsparq.addresses import join_address, split_address
 from nsparq.errors import NsparqError
-from nsparq.spark.cluster.api import Client
+from nsparq.spark.cluster.api import Client, valid_answer
 from nsparq.spark.cluster.http_client import Refused, Unreachable
 from nsparq.spark.cluster.nodes import Cluster, Node
 from nsparq.spark.options import NsqOptions
@@ -184,10 +184,12 @@ class QueuePlanner:
         return self._found_backlog(client, topic) or Backlog(0, 0.0)
 
     def _found_backlog(self, client: Client, topic: str) -> Backlog | None:
-        for found in client.stats(topic, self._channel):
-            for channel in found["channels"] or ():
-                if (found["topic_name"], channel["channel_name"]) == (topic, self._channel):
-                    return _backlog_of(found, channel)
+        topics = client.stats(topic, self._channel)
+        with valid_answer():
+            for found in topics:
+                for channel in found["channels"] or ():
+                    if (found["topic_name"], channel["channel_name"]) == (topic, self._channel):
+                        return _backlog_of(found, channel)
         return None
 
     def _set_aside(self, name: str, error: NsparqError) -> None:
