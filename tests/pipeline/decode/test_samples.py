@@ -30,6 +30,7 @@ from nsparq.pipeline.decode.samples import guess_format, infer_csv, infer_json, 
         ([], ""),
         ([b"{}"], ""),
         ([b"[" * 100_000], ""),
+        ([b'{"": 1, "\\ud800": 2, "a": {"": 3}, "b": 4}'], "a STRING, b BIGINT"),
     ],
 )  # fmt: skip
 def test_the_schema_of_json(bodies: list[bytes], expected: str) -> None:
@@ -42,11 +43,25 @@ def test_the_schema_of_json(bodies: list[bytes], expected: str) -> None:
         ([b"1,x,2.5,true,2026-11-15T12:00:00Z"], "c1 BIGINT, c2 STRING, c3 DOUBLE, c4 BOOLEAN, c5 TIMESTAMP"),
         ([b"1,,x", b"2.5,3,x", b"1,2", b"4,5,y"], "c1 DOUBLE, c2 BIGINT, c3 STRING"),
         ([b'"a,b",1\n'], "c1 STRING, c2 BIGINT"),
+        # Python reads these as numbers, and Spark does not.
+        ([b"1_000,1_0.5,nan,inf,infinity,\xd9\xa1"], ", ".join(f"c{n} STRING" for n in range(1, 7))),
+        (
+            [b"+1,-.5,1.,1e-5,NaN,-Inf,Infinity"],
+            ", ".join(["c1 BIGINT", *(f"c{n} DOUBLE" for n in range(2, 8))]),
+        ),
+        ([b"-1234567890123456789," + b"9" * 19 + b"," + b"9" * 5000], "c1 BIGINT, c2 DOUBLE, c3 DOUBLE"),
+        ([b"x" * 200_000, b"1,2"], "c1 BIGINT, c2 BIGINT"),
         ([], ""),
     ],
 )
 def test_the_schema_of_csv(bodies: list[bytes], expected: str) -> None:
     assert infer_csv(bodies) == expected
+
+
+def test_values_that_are_nested_deeply_are_text() -> None:
+    for depth in (100, 900):
+        found = infer_json([b'{"a":' * depth + b"1" + b"}" * depth])
+        assert found == "a " + "STRUCT<a: " * 49 + "STRING" + ">" * 49
 
 
 def test_another_separator() -> None:

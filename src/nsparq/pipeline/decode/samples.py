@@ -18,6 +18,11 @@ _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d{1,9})?)?(Z|[
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Keywords of the DDL parser.
 _RESERVED: Final = {"not", "null", "comment", "default", "generated", "collate"}
+# Python's int() and float() read more than Spark: 1_000, nan, infinity.
+_WHOLE: Final = re.compile(r"[+-]?\d+", re.ASCII)
+_REAL: Final = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|Infinity)|-?Inf|NaN", re.ASCII)
+_DEEPEST: Final = 50
+"""Columns in columns. What is deeper is a text."""
 _LONG: Final = range(-(1 << 63), 1 << 63)
 
 
@@ -44,17 +49,20 @@ class _Type:
     fields: dict[str, _Type] | None = None
     items: _Type | None = None
 
-    def add(self, value: Any) -> None:
+    def add(self, value: Any, depth: int = 0) -> None:
         if value is None:
             return
-        if isinstance(value, dict):
+        if depth == _DEEPEST:
+            self.names.add("STRING")
+        elif isinstance(value, dict):
             self.fields = {} if self.fields is None else self.fields
             for name, item in value.items():
-                self.fields.setdefault(name, _Type()).add(item)
+                if _can_be_column(name):
+                    self.fields.setdefault(name, _Type()).add(item, depth + 1)
         elif isinstance(value, list):
             self.items = self.items or _Type()
             for item in value:
-                self.items.add(item)
+                self.items.add(item, depth + 1)
         else:
             self.names.add(_name(value))
 
@@ -70,6 +78,11 @@ class _Type:
         if self.names == {"BIGINT", "DOUBLE"}:
             return "DOUBLE"
         return next(iter(self.names)) if len(self.names) == 1 else "STRING"
+
+
+def _can_be_column(name: str) -> bool:
+    """Not an empty name, nor one with half of a surrogate pair."""
+    return bool(name) and not any("\ud800" <= one <= "\udfff" for one in name)
 
 
 def _name(value: Any) -> str:
@@ -109,7 +122,7 @@ def _object(body: bytes) -> dict[str, Any] | None:
 
 def infer_csv(bodies: Iterable[bytes], separator: str = ",") -> str:
     """The schema of CSV lines: columns c1, c2, …, as many as most messages have."""
-    rows = [row for body in bodies for row in csv.reader([_text(body)], delimiter=separator) if row]
+    rows = [row for body in bodies for row in _rows(body, separator) if row]
     if not rows:
         return ""
     widths = [len(row) for row in rows]
@@ -122,23 +135,28 @@ def infer_csv(bodies: Iterable[bytes], separator: str = ",") -> str:
     return ", ".join(f"c{number} {column.ddl()}" for number, column in enumerate(columns, 1))
 
 
+def _rows(body: bytes, separator: str) -> list[list[str]]:
+    try:
+        return [*csv.reader([_text(body)], delimiter=separator)]
+    except csv.Error:
+        # For example a field of more than 128 KiB.
+        return []
+
+
 def _text(body: bytes) -> str:
     return body.decode(errors="replace").replace("\n", " ").replace("\r", " ")
 
 
 def _value(text: str) -> Any:
-    """The value of a CSV field by its looks. None if it is empty."""
+    """A value of the type that a CSV field looks like. None if it is empty."""
     text = text.strip()
     if not text:
         return None
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for number in (int, float):
-        try:
-            return number(text)
-        except ValueError:
-            pass
-    return text
+    if _WHOLE.fullmatch(text) and len(text) <= 20:
+        return int(text)
+    return 0.0 if _REAL.fullmatch(text) else text
 
 
 def guess_format(bodies: Sequence[bytes]) -> str:
