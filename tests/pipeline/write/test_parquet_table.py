@@ -213,6 +213,15 @@ def test_files_that_the_driver_does_not_see_are_an_error(tmp_path: Path) -> None
         ParquetDirectory(tmp_path).commit(QUERY, 0, [lost])
 
 
+def test_a_partition_with_too_long_a_name_is_refused_before_it_is_recorded(tmp_path: Path) -> None:
+    table = ParquetDirectory(tmp_path)
+    with pytest.raises(PipelineError, match="longer than the file system allows"):
+        table.commit(QUERY, 0, written(tmp_path, 0, rows(1, topic="x" * 300)))
+    # The SQL was changed, and the batch runs again.
+    table.commit(QUERY, 0, written(tmp_path, 0, rows(1, topic="x" * 30)))
+    assert numbers(tmp_path) == [1]
+
+
 def test_an_aborted_batch_leaves_nothing(tmp_path: Path) -> None:
     made = written(tmp_path, 0, rows(1))
     ParquetDirectory(tmp_path).abort(QUERY, 0, made)
@@ -272,6 +281,16 @@ def test_small_files_are_joined(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [0, 1, 2, 3, 4, 9]
     assert len(list((tmp_path / "topic=a").iterdir())) == 1
     assert compact.compact(ParquetDirectory(tmp_path)) == []
+
+
+def test_partitions_whose_column_begins_with_an_underscore_are_joined(tmp_path: Path) -> None:
+    table = ParquetDirectory(tmp_path)
+    for batch in range(3):
+        sink = ParquetFiles(tmp_path, ("_topic",), "zstd", 0)
+        renamed = rows(batch).rename_columns(["n", "_topic"])
+        table.commit(QUERY, batch, sink.write(iter([renamed]), QUERY, batch))
+    (joined,) = compact.compact(table)
+    assert (joined.directory, joined.files, joined.rows) == (tmp_path / "_topic=a", 3, 3)
 
 
 def test_a_directory_with_subdirectories_is_never_replaced(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ commit writes the file.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -89,6 +90,8 @@ class ParquetDirectory:
                 moves = self._moves(query, batch, parts)
                 if not moves:
                     return []
+                # Once there is a record, the batch can only be completed.
+                self._make_directories(moves)
                 write_json(record, {"moves": moves, "planned": planned})
             changed = self._move(moves)
             if record.exists():
@@ -172,6 +175,18 @@ class ParquetDirectory:
             for part, name in zip(parts, names, strict=True)
         ]
 
+    def _make_directories(self, moves: list[tuple[str, str]]) -> None:
+        for _, new in moves:
+            try:
+                (self.path / new).parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                if error.errno != errno.ENAMETOOLONG:
+                    raise
+                raise PipelineError(
+                    f"{self.path} cannot have the partition {os.path.dirname(new)[:100]!r}…: the name is "
+                    "longer than the file system allows. Shorten the values of partition_by in SQL"
+                ) from None
+
     def _move(self, moves: list[tuple[str, str]]) -> list[Path]:
         changed: dict[Path, None] = {}
         for old, new in moves:
@@ -233,10 +248,11 @@ class ParquetDirectory:
                 shutil.rmtree(path, ignore_errors=True)
 
     def partitions(self) -> list[Path]:
-        """All directories with files. Like readers, skips names that begin with _ or a dot."""
+        """All directories with files. Like Spark, skips names that begin with a dot or, unless they
+        are of a partition such as `_topic=orders`, with _."""
         found = []
         for directory, below, files in os.walk(self.path):
-            below[:] = [name for name in below if not name.startswith(("_", "."))]
+            below[:] = [name for name in below if name[0] != "." and (name[0] != "_" or "=" in name)]
             if any(name.endswith(".parquet") for name in files):
                 found.append(Path(directory))
         return sorted(found)
