@@ -75,6 +75,19 @@ def test_every_message_is_in_the_result_or_a_dead_letter_also_after_a_restart(
     assert (status["is_running"], status["pipelines"][0]["rows"]) == (False, 2)
 
 
+def test_a_message_too_large_for_a_dead_letter_goes_there_as_it_is(
+    run: Runs, broker: Broker, spark: SparkSession
+) -> None:
+    large = b"\xff" * 900_000
+    broker.publish("orders", large, b"junk")
+    found = run(COPY)["copy"]
+    assert (found.state, found.error, found.dead_letters) == (State.FINISHED, "", 2)
+    letters = spark.read.format("nsq").options(nsqd=broker.http_address, topic="orders.dead").load()
+    small, as_it_was = sorted((bytes(row.body) for row in letters.collect()), key=len)
+    assert as_it_was == large
+    assert json.loads(small)["text"] == "junk"
+
+
 def test_two_pipelines_run_until_they_are_stopped(run: Runs, broker: Broker) -> None:
     """Two pipelines of one topic: closed windows go to a topic, changed counts to another."""
     windows = """

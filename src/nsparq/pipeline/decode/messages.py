@@ -8,13 +8,14 @@ reads Avro and Protobuf (see `formats`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import reduce
 from typing import Final
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import IntegerType, StringType, StructField, StructType
+from pyspark.sql.types import BinaryType, IntegerType, StringType, StructField, StructType
 
 from nsparq.pipeline.decode.avro import Avro
 from nsparq.pipeline.decode.formats import (
@@ -35,6 +36,8 @@ from nsparq.pipeline.decode.reasons import dead_letter, why_not
 from nsparq.pipeline.decode.samples import quoted
 from nsparq.pipeline.file.spec import Decode
 from nsparq.pipeline.functions import ERROR, ROW, decoded, violations
+
+logger = logging.getLogger(__name__)
 
 # Column names that are unlikely to be fields of a message.
 _BAD: Final = "__nsparq_bad"
@@ -111,12 +114,13 @@ def good_rows(
 
 
 def dead_letters(
-    messages: DataFrame, decode: Decode, schema: StructType, *, pipeline: str, channel: str
+    messages: DataFrame, decode: Decode, schema: StructType, *, pipeline: str, channel: str, largest: int = 0
 ) -> DataFrame:
-    """The column `body`: a JSON object for each message that does not decode, with the reason."""
+    """The column `body`: a JSON object for each message that does not decode, with the reason. If
+    that has more than `largest` bytes, the message as it is; 0 is no limit."""
     format, options, framing, described = decode.format, dict(decode.options), decode.framing, schema.json()
 
-    @F.udf(returnType=StringType(), useArrow=False)
+    @F.udf(returnType=BinaryType(), useArrow=False)
     def letter(
         topic: str,
         node: str,
@@ -126,7 +130,7 @@ def dead_letters(
         id: str,
         body: bytes,
         reason: str,
-    ) -> str:
+    ) -> bytes:
         origin = {
             "topic": topic,
             "channel": channel,
@@ -137,7 +141,12 @@ def dead_letters(
             "node": node,
             "offset": offset,
         }
-        return dead_letter(origin, bytes(body), reason or found_reason(bytes(body)))
+        error = reason or found_reason(bytes(body))
+        found = dead_letter(origin, bytes(body), error).encode(errors="replace")
+        if not largest or len(found) <= largest:
+            return found
+        logger.error("%s on %s: %s is too large, published without its error: %s", topic, node, id, error)
+        return bytes(body)
 
     def found_reason(body: bytes) -> str:
         import json

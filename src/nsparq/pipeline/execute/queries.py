@@ -41,6 +41,9 @@ from nsparq.pipeline.write.parquet_table import ParquetDirectory
 from nsparq.pipeline.write.sinks import Target, letters_writer, prepared, sink_place, writer_of
 from nsparq.spark.session.build import activate
 
+LARGEST_LETTER: Final = 1 << 20
+"""The default of nsqd's --max-msg-size. A larger message would stop the pipeline."""
+
 _REGISTERED: Final[WeakSet[SparkSession]] = WeakSet()
 _registering: Final = threading.Lock()
 """Spark refuses a source that another thread registers at the same time."""
@@ -107,6 +110,7 @@ def build(
             schemas[source.name],
             pipeline=pipeline.name,
             channel=source.channel(),
+            largest=LARGEST_LETTER,
         )
         for source in pipeline.sources
         if source.dead_letters
