@@ -13,7 +13,7 @@ import pytest
 from nsparq.pipeline.errors import PipelineError
 from nsparq.pipeline.execute.progress import State
 from nsparq.testing import Broker
-from tests.pipeline.conftest import Runs
+from tests.pipeline.conftest import Runs, bodies
 from tests.support.with_headers import publish_with_headers
 
 if TYPE_CHECKING:
@@ -113,6 +113,23 @@ decode = "message"
 sink = { topic = "copy" }
 trigger = "available-now"
 """
+
+
+def test_a_topic_gets_columns_of_any_name(run: Runs, broker: Broker) -> None:
+    row = {"a`b": 1, "c.d": 2, 'e"f': 3, "": 4}
+    broker.publish("odd", json.dumps(row).encode())
+    found = run(
+        """
+[pipeline.odd]
+source = "odd"
+decode = "json"
+sink = { topic = "copy" }
+trigger = "available-now"
+"""
+    )["odd"]
+    assert (found.state, found.error) == (State.FINISHED, "")
+    del row[""]
+    assert bodies(broker, "copy") == [row]
 
 
 def test_headers_of_messages_are_in_sql_and_go_to_topics(run: Runs, broker: Broker) -> None:

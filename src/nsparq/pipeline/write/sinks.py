@@ -50,7 +50,7 @@ from nsparq.pipeline.user_code import load_function
 from nsparq.pipeline.write.file_sink import FORMAT
 from nsparq.pipeline.write.jdbc import JdbcUpsert, last_batch, options_of
 from nsparq.pipeline.write.parquet_table import ParquetDirectory
-from nsparq.pipeline.write.upsert import Upsert, compute_only
+from nsparq.pipeline.write.upsert import Upsert, column, compute_only
 from nsparq.spark.checkpoint import check_batch, fingerprint
 from nsparq.spark.session.build import has_file_system
 
@@ -151,7 +151,7 @@ def _body(sink: Topic, rows: DataFrame, target: Target) -> Any:
     own = [one for one in rows.columns if one not in used]
     if not own:
         raise PipelineError(f"{target.place} topic: the rows have no columns to make a message of")
-    return F.to_json(F.struct(*(F.col(f"`{one}`") for one in own)), {"ignoreNullFields": "false"})
+    return F.to_json(F.struct(*map(column, own)), {"ignoreNullFields": "false"})
 
 
 @prepared.register

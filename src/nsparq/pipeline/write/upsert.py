@@ -67,9 +67,9 @@ class Upsert:
     def latest_rows(self, rows: DataFrame, empty_is_null: Collection[str] = ()) -> DataFrame:
         """The newest row of each key, computed in one pass. The job fails if a key is null, or if
         two different rows of a key are equally new. An empty string in `empty_is_null` is null."""
-        order = [_col(name).desc_nulls_last() for name in self.latest_by]
-        window = Window.partitionBy(*map(_col, self.key)).orderBy(*(order or map(_col, self.key)))
-        columns = [_col(name) for name in rows.columns]
+        order = [column(name).desc_nulls_last() for name in self.latest_by]
+        window = Window.partitionBy(*map(column, self.key)).orderBy(*(order or map(column, self.key)))
+        columns = [column(name) for name in rows.columns]
         numbered = rows.select(
             *columns,
             F.row_number().over(window).alias(_NUMBER),
@@ -79,24 +79,24 @@ class Upsert:
         types = {one.name: one.dataType for one in rows.schema.fields}
 
         def is_same(name: str) -> Column:
-            mine, following = _col(name), _col(_NEXT).getField(name)
+            mine, following = column(name), column(_NEXT).getField(name)
             if _has_map(types[name]):
                 # Spark cannot compare maps.
                 mine, following = mine.cast("string"), following.cast("string")
             return mine.eqNullSafe(following)
 
-        is_tie = (_col(_RANK) == 1) & _col(_NEXT).isNotNull() & _all(map(is_same, self.latest_by))
-        is_null = reduce(or_, (_col(name).isNull() for name in self.key))
+        is_tie = (column(_RANK) == 1) & column(_NEXT).isNotNull() & _all(map(is_same, self.latest_by))
+        is_null = reduce(or_, (column(name).isNull() for name in self.key))
         for name in empty_is_null:
-            is_null |= _col(name) == ""
-        shown = F.to_json(F.struct(*map(_col, self.key)), {"ignoreNullFields": "false"})
+            is_null |= column(name) == ""
+        shown = F.to_json(F.struct(*map(column, self.key)), {"ignoreNullFields": "false"})
         counts = (
             F.when(is_null, _fail("a row has null in its key: ", shown, ""))
             .when(
                 is_tie & ~_all(map(is_same, rows.columns)),
                 _fail("a micro-batch has different rows with the key ", shown, f", and {self._missing}"),
             )
-            .otherwise(_col(_NUMBER) == 1)
+            .otherwise(column(_NUMBER) == 1)
         )
         return numbered.where(counts).select(*columns)
 
@@ -129,7 +129,8 @@ def compute_only(batch: DataFrame) -> None:
     batch.write.format("noop").mode("overwrite").save()
 
 
-def _col(name: str) -> Column:
+def column(name: str) -> Column:
+    """A column by its whole name, which may have dots and backticks."""
     return F.col("`" + name.replace("`", "``") + "`")
 
 
