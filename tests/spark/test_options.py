@@ -92,6 +92,16 @@ def test_an_invalid_value_is_an_error_that_names_the_option(name: str, value: st
 
 
 @pytest.mark.parametrize(
+    "address",
+    ["http://me:secret@host", "me:secret@host", "http://me:sec@re/t@host:0x1", "a:1,http://:secret@h"],
+)
+def test_the_password_in_an_invalid_address_is_not_shown(address: str) -> None:
+    with pytest.raises(OptionError, match="must be host:port") as caught:
+        parse(nsqd=address)
+    assert "sec" not in str(caught.value) and "h" in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("text", "size"), [("100", 100), ("1k", 1024), ("64m", 64 << 20), ("2GB", 2 << 30), ("1 MiB", 1 << 20)]
 )
 def test_sizes(text: str, size: int) -> None:

@@ -218,6 +218,17 @@ def opt(
     return field(default=default, repr=not is_secret, metadata=metadata)
 
 
+def refused(option: SparkOption, value: Any) -> str:
+    """A refused value for the end of an error text, without secrets."""
+    if option.is_secret:
+        return ""
+    shown = repr(value)
+    if option.kind is ADDRESSES:
+        # The name and password of a URL, which need not be a valid one.
+        shown = re.sub(r"""((?:\w+://)?)[^,'"\[\s]*@""", r"\1", shown)
+    return f", not {shown if len(shown) <= 100 else shown[:99] + '…'}"
+
+
 def table_of(options: type) -> dict[str, SparkOption]:
     """The fields of NsqOptions, by lower-case name."""
     heading = ""

@@ -44,6 +44,7 @@ from nsparq.spark.option_fields import (
     choice,
     markdown,
     opt,
+    refused,
     table_of,
 )
 
@@ -336,8 +337,7 @@ class NsqOptions:
             try:
                 values[option.attribute] = option.kind.parse(str(text).strip())
             except ValueError as error:
-                shown = "" if option.is_secret else f", not {str(text)[:100]!r}"
-                raise OptionError(f"option {option.name} {error}{shown}") from None
+                raise OptionError(f"option {option.name} {error}{refused(option, str(text))}") from None
         parsed = cls(**values)
         parsed._check(use)
         return parsed

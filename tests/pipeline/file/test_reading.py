@@ -218,6 +218,10 @@ def test_spark_writes_parquet_files_to_urls_or_if_the_file_says_so(path: str, by
         ('[nsq]\nauth_token = "${NOT_SET}"', "[nsq] auth_token: the environment variable NOT_SET is not set"),
         ("[nsq]\nnsqd = { a = 1 }", "[nsq] nsqd: must not be a table, not {'a': 1}"),
         ("[spark]\nui_port = -1", "[spark] ui_port: must be a whole number, 0 or more, not -1"),
+        (
+            '[nsq]\nnsqd = ["http://me:secret@a"]',
+            "[nsq] nsqd: must be host:port or http://host:port, not ['http://a']",
+        ),
         ("[spark]\nmaster = 1", "[spark] master: must be a string, not 1"),
         ("[spark]\nconf = { a = [] }", "[spark] conf: 'a' must be a string, a number, or true or false"),
         ("[run]\nretry = 1", "[run] retry: unknown key; did you mean 'retry_delay'?"),
@@ -237,6 +241,13 @@ def test_spark_writes_parquet_files_to_urls_or_if_the_file_says_so(path: str, by
 )
 def test_problems_of_the_file(text: str, expected: str) -> None:
     assert expected in problems(text)
+
+
+@pytest.mark.parametrize("password", ["8364921", '"8364921${NOT_SET}"'])
+def test_a_refused_password_is_not_shown(password: str) -> None:
+    of_sink = f'{{ jdbc = "jdbc:h2:x", table = "t", password = {password} }}'
+    (problem,) = problems(f'[pipeline.p]\nsource = "orders"\nsink = {of_sink}')
+    assert problem.startswith("[pipeline.p.sink] password: ") and "8364921" not in problem
 
 
 @pytest.mark.parametrize(

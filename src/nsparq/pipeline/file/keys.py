@@ -46,13 +46,15 @@ def _plain(given: str) -> str:
     return given.lower().replace("_", "").replace("-", "")
 
 
-def key(default: Any, read: Read[Any], help: str, *, name: str = "", shown: str = "") -> Any:
+def key(
+    default: Any, read: Read[Any], help: str, *, name: str = "", shown: str = "", is_secret: bool = False
+) -> Any:
     """A dataclass field that is a key of the file.
 
     A class as `default` is called. `name` is the key if it cannot be the field's name. `shown` is
     the default in the documentation.
     """
-    metadata = {"read": read, "help": help, "name": name, "shown": shown}
+    metadata = {"read": read, "help": help, "name": name, "shown": shown, "is_secret": is_secret}
     if default is REQUIRED:
         return field(metadata=metadata)
     if isinstance(default, type):
@@ -76,10 +78,11 @@ def read_table(
         if one not in known:
             problems.add(place, one, f"unknown key; {did_you_mean(one, known)}")
             continue
+        metadata = known[one].metadata
         try:
-            values[known[one].name] = known[one].metadata["read"](value)
+            values[known[one].name] = metadata["read"](value)
         except ValueError as error:
-            problems.add(place, one, f"{error}{_not(value)}")
+            problems.add(place, one, f"{error}{'' if metadata['is_secret'] else _not(value)}")
     for one, declared in known.items():
         is_required = declared.default is MISSING and declared.default_factory is MISSING
         if is_required and one not in given:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from nsparq.pipeline.file.keys import Problems, did_you_mean, expand, is_local, keys
 from nsparq.pipeline.file.sinks import Topic
-from nsparq.spark.option_fields import SparkOption
+from nsparq.spark.option_fields import SparkOption, refused
 from nsparq.spark.options import TABLE, NsqOptions, OptionError, Use
 
 DEFAULT_NSQD: Final = "127.0.0.1:4151"
@@ -60,8 +60,7 @@ def read_options(
             option.kind.parse(text)
             found[option.name] = text
         except ValueError as error:
-            shown = "" if option.is_secret else f", not {value!r}"
-            problems.add(place, one, f"{error}{shown}")
+            problems.add(place, one, f"{error}{refused(option, value)}")
     return found
 
 

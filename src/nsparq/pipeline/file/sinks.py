@@ -199,7 +199,9 @@ class Jdbc(Sink):
     url: str = key(REQUIRED, string, "such as `jdbc:postgresql://host/db`", name="jdbc")
     table: str = key(REQUIRED, string, "the table; created if it does not exist")
     user: str = key("", string, "database user")
-    password: str = key("", string, "database password; `${PASSWORD}` takes it from the environment")
+    password: str = key(
+        "", string, "database password; `${PASSWORD}` takes it from the environment", is_secret=True
+    )
     driver: str = key("", string, "class of the driver", shown="the usual driver for the URL")
     batch_column: str = key(
         "",

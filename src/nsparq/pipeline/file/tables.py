@@ -69,7 +69,9 @@ class JdbcTable(Table):
     url: str = key(REQUIRED, string, "such as `jdbc:postgresql://host/db`", name="jdbc")
     table: str = key(REQUIRED, string, "the table, or a query in brackets with a name: `(SELECT …) AS t`")
     user: str = key("", string, "database user")
-    password: str = key("", string, "database password; `${PASSWORD}` takes it from the environment")
+    password: str = key(
+        "", string, "database password; `${PASSWORD}` takes it from the environment", is_secret=True
+    )
     driver: str = key("", string, "class of the driver", shown="the usual driver for the URL")
     options: Mapping[str, str] = key(dict, settings, "more options for Spark's JDBC reader")
 
