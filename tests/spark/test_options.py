@@ -78,6 +78,7 @@ def test_min_rows_cannot_be_more_than_max_rows() -> None:
         ("maxRowsPerTrigger", "many", "must be a whole number"),
         ("maxBytesPerTrigger", "5 apples", "must be a size"),
         ("partitionBytes", "0", "must be a size"),
+        ("maxBytesPerTrigger", "1048576t", "must be a size"),
         ("discoveryInterval", "-5s", "must be a duration"),
         ("retryFor", "soon", "must be a duration"),
         ("retryFor", "9" * 90, "must be a duration"),

@@ -43,14 +43,17 @@ def _number(text: str, least: int) -> int:
     return int(text)
 
 
+_TOO_LARGE: Final = 1 << 60
+"""In bytes. Sums of sizes still fit into 64 bits."""
 _UNITS: Final = {"": 0, "b": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def _size(text: str) -> int:
     found = re.fullmatch(r"(\d{1,15})\s*([kmgt]?)(?:i?b)?", text.lower().strip(), re.ASCII)
-    if found is None or not int(found[1]):
+    size = int(found[1]) << _UNITS[found[2]] if found is not None else 0
+    if not 0 < size < _TOO_LARGE:
         raise ValueError("must be a size such as 1048576, 512k, 64m or 1g")
-    return int(found[1]) << _UNITS[found[2]]
+    return size
 
 
 def _show_size(size: int) -> str:
