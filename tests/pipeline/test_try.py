@@ -124,6 +124,30 @@ def test_errors_are_reported_as_by_check(command: Command, tmp_path: Path) -> No
     assert (status, "No such file" in errors) == (1, True)
 
 
+def test_dates_of_any_year_are_shown() -> None:
+    pa = pytest.importorskip("pyarrow")
+    day = pa.array([2_932_897], pa.int32()).cast(pa.date32())
+    time = pa.array([253_402_300_800_000_000], pa.timestamp("us", "UTC"))
+    inner = pa.StructArray.from_arrays([time, pa.array([1])], ["at", "n"])
+    listed, mapped = pa.ListArray.from_arrays([0, 1], day), pa.MapArray.from_arrays([0, 1], ["k"], time)
+    table = pa.table({"day": day, "inner": inner, "listed": listed, "mapped": mapped})
+    at = "10000-01-01 00:00:00.000000Z"
+    (row,) = pipeline_try._rows(table)
+    assert row == {
+        "day": "10000-01-01",
+        "inner": {"at": at, "n": 1},
+        "listed": ["10000-01-01"],
+        "mapped": {"k": at},
+    }
+
+
+def test_of_a_key_that_is_twice_in_a_map_the_last_value_is_shown() -> None:
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"m": pa.MapArray.from_arrays([0, 2], ["k", "k"], [1, 2])})
+    with pytest.warns(UserWarning, match="'k' which was already encountered"):
+        assert pipeline_try._rows(table) == [{"m": {"k": 2}}]
+
+
 def test_rows_are_cut_to_the_width_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [["id", "item", "text"], ["1", "tea", "x" * 100], ["2", "c" * 30, ""]]
     monkeypatch.setattr(pipeline_try, "_width", lambda: 40)

@@ -215,8 +215,29 @@ def _print_json(content: Mapping[str, Any]) -> None:
 
 
 def _rows(table: Any) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
+    import pyarrow as pa
+
+    rows: list[dict[str, Any]]
+    try:
+        rows = table.to_pylist(maps_as_pydicts="lossy")
+    except (OverflowError, ValueError):
+        # A date or a time in a year that Python does not know.
+        shown = pa.schema([one.with_type(_with_text(one.type)) for one in table.schema])
+        rows = table.cast(shown).to_pylist(maps_as_pydicts="lossy")
     return rows
+
+
+def _with_text(kind: Any) -> Any:
+    """The Arrow type, with texts instead of dates and times."""
+    import pyarrow as pa
+
+    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+        return pa.string()
+    if pa.types.is_struct(kind):
+        return pa.struct([one.with_type(_with_text(one.type)) for one in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(_with_text(kind.key_type), _with_text(kind.item_type))
+    return pa.list_(_with_text(kind.value_type)) if pa.types.is_list(kind) else kind
 
 
 def _plain(value: Any) -> Any:
