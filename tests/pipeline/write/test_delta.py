@@ -14,7 +14,7 @@ pa = pytest.importorskip("pyarrow")
 pytest.importorskip("pyspark")
 deltalake = pytest.importorskip("deltalake")
 
-from pyspark.sql.types import StructType  # noqa: E402
+from pyspark.sql.types import IntegerType, StructType  # noqa: E402
 
 from nsparq.pipeline.errors import PipelineError  # noqa: E402
 from nsparq.pipeline.execute.progress import State  # noqa: E402
@@ -191,6 +191,15 @@ def test_a_row_replaces_the_row_of_its_key_unless_it_is_older(tmp_path: Path) ->
         {"n": 3, "item": "tea", "at": 6, "new": "c"},
         {"n": 4, "item": "tea", "at": 1, "new": "d"},
     ]
+
+
+def test_columns_of_any_name_are_merged(tmp_path: Path) -> None:
+    table, name = DeltaFiles(str(tmp_path), ()), 'a`b.c"d e'
+    schema = StructType().add("n", IntegerType()).add(name, IntegerType())
+    for batch in range(2):
+        rows = pa.table({"n": pa.array([1], pa.int32()), name: pa.array([batch], pa.int32())})
+        table.merge(QUERY, batch, rows, schema, Upsert(("n",), ()))
+    assert found(tmp_path) == [{"n": 1, name: 1}]
 
 
 def test_a_batch_is_merged_once_and_a_replanned_one_is_refused(

@@ -229,8 +229,8 @@ class DeltaFiles:
         if table is None:
             return
         source = self._partitionable(rows.cast(_arrow_schema(schema)))
-        columns = {f"`{name}`": _new(name) for name in rows.column_names}
-        others = {f"`{name}`": _new(name) for name in rows.column_names if name not in upsert.key}
+        columns = {_quoted(name): _new(name) for name in rows.column_names}
+        others = {_quoted(name): _new(name) for name in rows.column_names if name not in upsert.key}
         with self._committing(table, query, batch, planned) as properties:
             merger = table.merge(
                 source,
@@ -381,12 +381,16 @@ def values_in(path: str) -> Values:
     return tuple((name, None if text == NULL_VALUE else unquote(text)) for name, _, text in pairs)
 
 
+def _quoted(name: str) -> str:
+    return "`" + name.replace("`", "``") + "`"
+
+
 def _new(name: str) -> str:
-    return f"{NEW}.`{name}`"
+    return f"{NEW}.{_quoted(name)}"
 
 
 def _old(name: str) -> str:
-    return f"{OLD}.`{name}`"
+    return f"{OLD}.{_quoted(name)}"
 
 
 def _wanted(schema: StructType) -> Schema:
