@@ -223,6 +223,19 @@ def test_a_dead_letter_says_where_the_message_came_from(messages: Callable[..., 
     assert (second["text"], second["base64"]) == (None, "/w==")
 
 
+def test_a_dead_letter_has_the_headers_of_the_message(messages: Callable[..., DataFrame]) -> None:
+    from pyspark.sql import functions as F
+    from pyspark.sql.types import StructType
+
+    from nsparq.pipeline.decode.messages import dead_letters
+
+    frame = messages(b"x").withColumn("headers", F.expr("map('traceparent', '00-1', 'nsq-epoch', '1')"))
+    decode, fields = Decode(format="json"), StructType.fromDDL("a INT")
+    (letter,) = dead_letters(frame, decode, fields, pipeline="p", channel="c").collect()
+    found = json.loads(letter.body)
+    assert found["headers"] == {"traceparent": "00-1"}
+
+
 def test_text_and_raw(messages: Callable[..., DataFrame]) -> None:
     from pyspark.sql.types import StructType
 

@@ -17,6 +17,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import BinaryType, IntegerType, StringType, StructField, StructType
 
+from nsparq.headers import without_origin
 from nsparq.pipeline.decode.avro import Avro
 from nsparq.pipeline.decode.formats import (
     DECODED,
@@ -129,6 +130,7 @@ def dead_letters(
         attempts: int,
         id: str,
         body: bytes,
+        headers: dict[str, str] | None,
         reason: str,
     ) -> bytes:
         origin = {
@@ -140,6 +142,7 @@ def dead_letters(
             "pipeline": pipeline,
             "node": node,
             "offset": offset,
+            **({"headers": own} if (own := without_origin(headers or {})) else {}),
         }
         error = reason or found_reason(bytes(body))
         found = dead_letter(origin, bytes(body), error).encode(errors="replace")
@@ -160,7 +163,7 @@ def dead_letters(
     published = (F.unix_micros("timestamp") * 1000).alias("timestamp_ns")
     bad = _marked(messages, decode, schema).where(_BAD)
     origin = ("topic", "node", "offset", published, "attempts", "id")
-    return bad.select(letter(*origin, "body", _REASON).alias("body"))
+    return bad.select(letter(*origin, "body", HEADERS, _REASON).alias("body"))
 
 
 def _marked(messages: DataFrame, decode: Decode, schema: StructType) -> DataFrame:

@@ -128,8 +128,8 @@ def source_options(
         options["maxBytesPerTrigger"] = BATCH_BYTES
     if pipeline.is_paced_by_source:
         options["triggerInterval"] = f"{round(pipeline.trigger.seconds * 1000)}ms"
-    if output is None or not source.decode.headers:
-        # Nobody needs the headers, so they are not decoded.
+    if output is not None and not source.decode.headers:
+        # Nobody needs the headers, so they are not decoded. Dead letters have them.
         options["columns"] = ",".join(name for name in SCHEMA.names if name != HEADERS)
     if source.is_queue:
         place = "staging" if source.name == MESSAGES else f"staging-{source.name}"
