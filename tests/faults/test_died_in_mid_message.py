@@ -17,6 +17,7 @@ import pytest
 from nsparq.http.connection import HttpConnection
 from nsparq.lookup import tcp as lookup_tcp
 from nsparq.server.connection import Connection
+from nsparq.wire.limits import MAX_IDENTIFY_BODY
 from tests.admin.support import AdminThread
 from tests.support import BrokerThread, RawConnection, multi, sized, wait_until
 from tests.support.certificates import certificates
@@ -29,7 +30,7 @@ LARGE = b"x" * 300_000
 COMMANDS = {
     "nothing": b"",
     "half a line": b"PUB mid_mes",
-    "half an IDENTIFY": b"IDENTIFY\n" + sized(LARGE)[:-1],
+    "half an IDENTIFY": b"IDENTIFY\n" + sized(LARGE[:MAX_IDENTIFY_BODY])[:-1],
     "half an AUTH": b"AUTH\n" + sized(LARGE)[:-1],
     "half a PUB": b"PUB mid\n" + sized(LARGE)[:-1],
     "half a DPUB": b"DPUB mid 10\n" + sized(LARGE)[:-1],

@@ -27,7 +27,6 @@ from tests.broker.rig import Receipt, publish
 from tests.faults.power_cut import QuickFiles
 from tests.replication.test_applying import content
 from tests.replication.test_link import SECRET, Cluster, cluster, following, new_follower
-from tests.replication.test_link import directory as directory
 from tests.support.aio import run, until
 
 
@@ -59,20 +58,20 @@ async def join(made: Cluster, follower: Follower) -> None:
 
 
 def test_a_node_that_was_away_gets_only_what_it_has_not(
-    directory: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        async with cluster(directory) as made:
+        async with cluster(tmp_path) as made:
             (made.path / "sealed").write_bytes(random.Random(1).randbytes(3 * BLOCK + 100))
             (made.path / "growing").write_bytes(b"a" * (BLOCK + 10))
-            await join(made, new_follower(directory))
+            await join(made, new_follower(tmp_path))
             with (made.path / "growing").open("ab") as file:
                 file.write(b"b" * BLOCK)
-            (directory / "b" / "left over").write_bytes(b"")
-            await join(made, new_follower(directory))
+            (tmp_path / "b" / "left over").write_bytes(b"")
+            await join(made, new_follower(tmp_path))
             sent, had = sent_and_had(caplog)
             assert had >= 4 * BLOCK and BLOCK < sent < 2 * BLOCK
-            assert content(directory / "b") == content(made.path)
+            assert content(tmp_path / "b") == content(made.path)
 
     with caplog.at_level("INFO"):
         run(scenario())
@@ -111,13 +110,13 @@ class EndingFiles(QuickFiles):
         super().remove_tree(path)
 
 
-def test_joining_can_be_cut_off_at_any_moment(directory: Path) -> None:
+def test_joining_can_be_cut_off_at_any_moment(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with cluster(directory) as made:
-            path, cut_off = directory / "b", 0
+        async with cluster(tmp_path) as made:
+            path, cut_off = tmp_path / "b", 0
             for number in range(12):
                 made.life.step(10)
-                await join(made, new_follower(directory))
+                await join(made, new_follower(tmp_path))
                 made.life.step(10)
                 # As if this node had been primary, with changes of its own.
                 (path / "own").write_bytes(b"own")
@@ -127,7 +126,7 @@ def test_joining_can_be_cut_off_at_any_moment(directory: Path) -> None:
                 mark = read_mark(Files(), path)
                 assert mark is not None
                 cut_off += not mark.is_complete
-                await join(made, new_follower(directory))
+                await join(made, new_follower(tmp_path))
                 # A topic that was deleted since may have been set aside.
                 shutil.rmtree(path / SET_ASIDE, ignore_errors=True)
                 assert content(path) == content(made.path)
@@ -139,42 +138,42 @@ def test_joining_can_be_cut_off_at_any_moment(directory: Path) -> None:
     run(scenario())
 
 
-def test_a_crash_while_the_first_mark_is_written_is_no_foreign_data(directory: Path) -> None:
+def test_a_crash_while_the_first_mark_is_written_is_no_foreign_data(tmp_path: Path) -> None:
     """Found by the simulation."""
 
     async def scenario() -> None:
-        async with cluster(directory) as made:
-            follower = new_follower(directory)
-            (directory / "b" / f"{MARK}.tmp").write_bytes(b'{"form')
+        async with cluster(tmp_path) as made:
+            follower = new_follower(tmp_path)
+            (tmp_path / "b" / f"{MARK}.tmp").write_bytes(b'{"form')
             await join(made, follower)
-            assert content(directory / "b") == content(made.path)
+            assert content(tmp_path / "b") == content(made.path)
 
     run(scenario())
 
 
 def test_a_node_takes_over_only_with_all_changes_that_the_snapshot_may_show(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The primary goes on while files are read: what the follower has then is of no one moment."""
 
     async def scenario() -> None:
-        async with cluster(directory) as made:
+        async with cluster(tmp_path) as made:
             made.life.step(20)
             made.primary._snapshot_rate = 4_000_000
             monkeypatch.setattr("nsparq.replication.primary.SNAPSHOT_BYTES", 500)
-            follower = new_follower(directory)
+            follower = new_follower(tmp_path)
             seen: list[int] = []
             async with following(follower, made.port):
                 while not made.asked:
                     made.life.step(1)
                     if not follower.is_complete:
-                        assert read_mark(Files(), directory / "b") in (None, Mark("test", False))
+                        assert read_mark(Files(), tmp_path / "b") in (None, Mark("test", False))
                         seen.append(made.primary._feed.recorded)
                     await asyncio.sleep(0.01)
                 begun = made.primary.acknowledging.progress_of("b").made
                 made.grant()
                 await made.is_safe()
-                assert content(directory / "b") == content(made.path)
+                assert content(tmp_path / "b") == content(made.path)
             assert len(seen) > 3 and begun > seen[0]
             await follower.close()
 
@@ -182,7 +181,7 @@ def test_a_node_takes_over_only_with_all_changes_that_the_snapshot_may_show(
 
 
 def test_a_join_makes_its_links_beside_the_event_loop(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand links take as long as a thousand publishes."""
     link, linkers = os.link, []
@@ -194,17 +193,17 @@ def test_a_join_makes_its_links_beside_the_event_loop(
     monkeypatch.setattr("os.link", noting_link)
 
     async def scenario() -> None:
-        async with cluster(directory) as made:
+        async with cluster(tmp_path) as made:
             made.life.step(20)
-            await join(made, new_follower(directory))
-            assert content(directory / "b") == content(made.path)
+            await join(made, new_follower(tmp_path))
+            assert content(tmp_path / "b") == content(made.path)
 
     run(scenario())
     assert linkers and get_ident() not in linkers
 
 
 def test_a_directory_that_cannot_be_read_ends_the_join(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Out of descriptors. The copy would count as complete without its files."""
     scan = os.scandir
@@ -215,30 +214,30 @@ def test_a_directory_that_cannot_be_read_ends_the_join(
         return scan(path)
 
     async def scenario() -> None:
-        async with cluster(directory) as made:
+        async with cluster(tmp_path) as made:
             made.life.step(20)
             with monkeypatch.context() as patch:
                 patch.setattr("os.scandir", failing_scan)
-                async with following(new_follower(directory), made.port) as task:
+                async with following(new_follower(tmp_path), made.port) as task:
                     await until(lambda: task.done() or made.asked)
                     assert not made.asked
                     assert isinstance(task.exception(), OSError)
             await until(lambda: not made.primary.followers())
             assert not [*made.path.glob(f"{LINKS}*")]
-            await join(made, new_follower(directory))
-            assert content(directory / "b") == content(made.path)
+            await join(made, new_follower(tmp_path))
+            assert content(tmp_path / "b") == content(made.path)
 
     run(scenario())
     assert "connection ended: [Errno 24] Too many open files" in caplog.text
 
 
 def test_what_a_former_primary_never_acknowledged_is_set_aside(
-    directory: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        async with cluster(directory) as made:
+        async with cluster(tmp_path) as made:
             made.life.step(20)
-            await join(made, new_follower(directory))
+            await join(made, new_follower(tmp_path))
             broker = made.life.broker
             # Nobody follows any more, and these are never acknowledged.
             publish(broker, "a", [b"late", b"\xff"], Receipt())
@@ -246,7 +245,7 @@ def test_what_a_former_primary_never_acknowledged_is_set_aside(
             broker.turn()
         write_mark(Files(), made.path, Mark("test", True, was_primary=True))
         asked: list[Membership] = []
-        primary = Primary(directory / "b", Membership(2, "b", {"b": "1"}), SECRET, asked.append)
+        primary = Primary(tmp_path / "b", Membership(2, "b", {"b": "1"}), SECRET, asked.append)
         port = await primary.listen("127.0.0.1", 0)
         follower = Follower(made.path, "test", "a", SECRET, QuickFiles())
         async with following(follower, port):
@@ -255,7 +254,7 @@ def test_what_a_former_primary_never_acknowledged_is_set_aside(
         await primary.close()
 
     run(scenario())
-    former, present = content(directory / "a"), content(directory / "b")
+    former, present = content(tmp_path / "a"), content(tmp_path / "b")
     aside = {name: data for name, data in former.items() if name.startswith(SET_ASIDE)}
     assert {name: data for name, data in former.items() if name not in aside} == present
     lines = {name: [json.loads(line) for line in data.splitlines()] for name, data in aside.items() if data}

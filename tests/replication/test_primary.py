@@ -17,7 +17,6 @@ from nsparq.replication.link import Link
 from nsparq.replication.membership import Membership
 from nsparq.replication.primary import Primary
 from tests.replication.test_link import SECRET, Cluster, cluster, new_follower
-from tests.replication.test_link import directory as directory
 from tests.support.aio import run, until
 
 GOOD = {"version": VERSION, "name": "b", "nonce": "00", "epoch": 0, "number": -1, "process": "1", "copy": ""}
@@ -56,19 +55,19 @@ async def greet(made: Cluster, data: bytes) -> None:
     ],
 )
 def test_a_peer_without_the_secret_is_a_line_in_the_log(
-    directory: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, Any], reason: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, Any], reason: str
 ) -> None:
     async def scenario() -> None:
-        async with cluster(directory) as made:
+        async with cluster(tmp_path) as made:
             with ends_with_a_line(caplog, reason):
                 await greet(made, json.dumps({**GOOD, **changed}).encode())
 
     run(scenario())
 
 
-def test_nested_json_is_a_line_in_the_log(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nested_json_is_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        async with cluster(directory) as made:
+        async with cluster(tmp_path) as made:
             with ends_with_a_line(caplog, "HELLO cannot be understood"):
                 await greet(made, b"[" * 60_000)
 
@@ -89,10 +88,10 @@ def test_nested_json_is_a_line_in_the_log(directory: Path, caplog: pytest.LogCap
     ids=str,
 )
 def test_a_greeting_with_the_secret_is_checked_too(
-    directory: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, Any]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, Any]
 ) -> None:
     async def scenario() -> None:
-        async with cluster(directory) as made:
+        async with cluster(tmp_path) as made:
             link, challenge = await connect(made)
             hello = {**GOOD, "proof": proof(SECRET, "follower", challenge, "b"), **changed}
             with ends_with_a_line(caplog, "HELLO cannot be understood"):
@@ -103,9 +102,9 @@ def test_a_greeting_with_the_secret_is_checked_too(
 
 
 @pytest.mark.parametrize("files", [[], {"a": 5}, {"a": ["x", ""]}, {"a": [1]}, {"a": [None, ""]}], ids=str)
-def test_an_inventory_is_checked(directory: Path, caplog: pytest.LogCaptureFixture, files: Any) -> None:
+def test_an_inventory_is_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture, files: Any) -> None:
     async def scenario() -> None:
-        async with cluster(directory) as made:
+        async with cluster(tmp_path) as made:
             link, challenge = await connect(made)
             hello = {**GOOD, "proof": proof(SECRET, "follower", challenge, "b")}
             link.write(Frame.of_fields(FrameKind.HELLO, hello).encode())
@@ -120,7 +119,7 @@ def test_an_inventory_is_checked(directory: Path, caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     "changed", [{"proof": "é"}, {"proof": 5}, {"epoch": "1"}, {"name": "\ud800"}], ids=str
 )
-def test_a_follower_checks_who_answers(directory: Path, changed: dict[str, Any]) -> None:
+def test_a_follower_checks_who_answers(tmp_path: Path, changed: dict[str, Any]) -> None:
     answer = {"epoch": 1, "resumes": False, "proof": "", "name": "a", "copy": "", **changed}
 
     class Impostor(asyncio.Protocol):
@@ -134,7 +133,7 @@ def test_a_follower_checks_who_answers(directory: Path, changed: dict[str, Any])
         with pytest.raises(
             BadFrame, match=r"WELCOME cannot be understood|does not know the cluster's secret"
         ):
-            await new_follower(directory).follow("127.0.0.1", server.sockets[0].getsockname()[1])
+            await new_follower(tmp_path).follow("127.0.0.1", server.sockets[0].getsockname()[1])
         server.close()
 
     run(scenario())
