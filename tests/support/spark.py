@@ -21,6 +21,7 @@ CLASSES = Path(sys.prefix) / ".spark-classes.jsa"
 # For short jobs on little data: compile quickly, do not verify classes, do not replan.
 STARTS_FAST = (
     "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+    " -XX:ReservedCodeCacheSize=240m"
 )
 FAST_JAVA = (
     f"{STARTS_FAST} -XX:SharedArchiveFile={CLASSES} -Xlog:disable" if CLASSES.exists() else STARTS_FAST
