@@ -12,6 +12,7 @@ it.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -175,6 +176,8 @@ def main() -> None:
     for module in TOOLS:
         importlib.import_module(module)
     _compile_templates()
+    # The collector of a forked process would copy every page that it looks at.
+    gc.freeze()
     _requests.close()
     _requests_end.close()
     requests = socket.socket(fileno=0)
