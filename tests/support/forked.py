@@ -229,7 +229,23 @@ def _become(module: str, arguments: list[str], is_strict: bool, directory: str, 
     if is_strict:
         warnings.simplefilter("error")
     sys.argv = [module, *arguments]
-    sys.exit(sys.modules[module].main())
+    status = sys.modules[module].main()
+    if isinstance(status, int):
+        _leave(status)
+    sys.exit(status)
+
+
+def _leave(status: int) -> None:
+    """End as Python does, but leave the modules as they are: to take them apart would copy nearly
+    every page that this process shares with its parent. If the output cannot be written, Python
+    has to say so."""
+    gc.collect()
+    threading._shutdown()  # type: ignore[attr-defined]  # what Python calls
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _report_ended() -> None:
