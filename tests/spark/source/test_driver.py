@@ -35,14 +35,16 @@ from nsparq.storage.files import Files
 from nsparq.storage.state_files import read_channel_state
 from nsparq.testing import Broker, run_broker, run_lookupd
 from tests.spark.source.support import FakeClock, Query, bodies, numbered, options, read_batch
-from tests.support import BrokerProcess, BrokerThread, wait_until
+from tests.support import DEADLINE, BrokerProcess, BrokerThread, wait_until
 from tests.support.auth_server import unused_port
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """That nothing is new is noticed soon, and so is somebody who is away. Nothing stays open."""
+    """That nothing is new is noticed soon, and so is somebody who is away. An answer is waited for,
+    also on a busy machine. Nothing stays open."""
     monkeypatch.setattr(driver, "IDLE_S", 0.02)
+    monkeypatch.setattr(peers, "LATE_S", DEADLINE)
     monkeypatch.setattr(peers, "MAX_AWAY_S", 0.1)
     monkeypatch.setattr(peers, "SETTLE_S", 0.2)
     yield

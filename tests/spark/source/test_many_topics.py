@@ -17,14 +17,16 @@ from nsparq.spark.source import driver, peers
 from nsparq.spark.source.range_reader import close_idle
 from nsparq.testing import Broker, FaultProxy, run_broker, run_lookupd
 from tests.spark.source.support import Query, bodies, numbered, read_batch
-from tests.support import wait_until
+from tests.support import DEADLINE, wait_until
 
 TOPICS = [f"t{number:03}" for number in range(40)]
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """That nothing is new is noticed soon. An answer is waited for, also on a busy machine."""
     monkeypatch.setattr(driver, "IDLE_S", 0.02)
+    monkeypatch.setattr(peers, "LATE_S", DEADLINE)
     yield
     close_idle()
 
