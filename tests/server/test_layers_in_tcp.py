@@ -479,19 +479,23 @@ def test_an_unfinished_handshake_ends_the_connection(
 
 
 def test_the_handshake_timer_ignores_a_finished_handshake(secure: BrokerThread) -> None:
-    def check(nsqd: Any) -> None:
-        found[0]._check_handshake()
+    def only_one() -> Any:
+        wait_until(lambda: len(secure.nsqd.connections) == 1)
+        return next(iter(secure.nsqd.connections))
 
     with upgraded(secure, {"tls": True}) as connection:
-        found = [*secure.nsqd.connections]
-        secure.call_daemon(check)
+        served = only_one()
+        secure.call_daemon(lambda _: served._check_handshake())
         connection.pub("t", b"x")
-    # A closed connection is not checked either.
+    wait_until(lambda: not secure.nsqd.connections)
+    # A closed connection has no timer any more.
     with LayeredConnection(secure.address) as connection:
         connection.identify(tls_v1=True)
-        found = [*secure.nsqd.connections]
+        served = only_one()
+        timer = wait_until(lambda: served._handshake_timer)
     wait_until(lambda: not secure.nsqd.connections)
-    secure.call_daemon(check)
+    wait_until(timer.cancelled)
+    assert served._handshake_timer is None
 
 
 def test_nothing_is_sent_before_the_handshake_is_finished(secure: BrokerThread) -> None:
